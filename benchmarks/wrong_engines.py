@@ -6,7 +6,8 @@ it reports, of its cache or of its samples. Each arm is a format of the engine's
 
     at once       caught at the first version, before a step trains on it
     named         the reason names the fault; for a fault that only looks like noise, that its cause is unknown
-    at the join   the engine has the fault from the start, and does not join; for faults of its samples
+    at the join   the engine has the fault from the start, and does not join; for faults of its samples, whose versions
+                  are those at which samples are tested
 
 False alarms are counted over `HEALTHY` real versions, and over lives of `LIFE` versions that are drawn from these in
 blocks, up to `UPDATES` in all.
@@ -50,6 +51,8 @@ from trainer_contract.types import Columns, Device, Float32, HostWeights, MicroB
 #: The version of the fault, and the versions that it may take to be caught.
 FIRST: Final = 12
 LATER: Final = 32
+#: Versions between two tests of samples.
+SAMPLES_EVERY: Final = 32
 #: Real versions of a healthy engine; those of a resampled life, and of a block of it; and all updates that are tested.
 HEALTHY: Final = 1000
 LIFE: Final = 500
@@ -170,7 +173,7 @@ class World:
         self.runner: TorchRunner = load_runner(options, starts_early=False)
         self.replica = None if form == "fp32" else EngineReplica(options)
         self.wire: torch.dtype = getattr(torch, wire.value)
-        self.proofs = EngineProofs(self, self.trainer.weight_layout(), self.replica, samples_every=1)
+        self.proofs = EngineProofs(self, self.trainer.weight_layout(), self.replica, samples_every=SAMPLES_EVERY)
         self.start: HostWeights = copied(self.trainer.gather_weights())
         self.current = self.start
         words, tokenizer = generator(seed, "words"), ChatTokenizer.load(path)
@@ -271,8 +274,8 @@ class World:
 
     def failure(self, version: int, answers: Compared) -> tuple[str, int]:
         """Test a version as a run does; return why the engine fails, empty if it passes, and the tokens tested."""
-        tested = brief(answers)
-        if self.proofs.add("a", tested) or self.proofs.tests_samples(version):
+        tested = brief(answers) if self.proofs.depth("a", version) is Depth.BRIEF else answers
+        if self.proofs.add("a", tested) and tested is not answers:
             tested = answers
             self.proofs.add("a", tested, more=True)
         return self.proofs.failure("a", version, tested), tested.theirs.size
@@ -339,7 +342,7 @@ def _resampled(answers: Sequence[Compared], updates: int) -> tuple[int, int]:
         blocks = draw.integers(max(1, len(answers) - BLOCK), size=LIFE // BLOCK)
         for number in (blocks[:, None] + np.arange(BLOCK)).reshape(-1) % len(answers):
             given = answers[number]
-            first = brief(given)
+            first = brief(given) if evidence.is_exact else given
             wrong = evidence.add(first.theirs, first.ours)
             if wrong is None and evidence.is_suspicious:
                 wrong = evidence.add(given.theirs, given.ours, more=True)
@@ -353,6 +356,7 @@ def _caught(world: World, versions: Sequence[HostWeights], state: Any, fault: Fa
     """Return when the fault is caught, and why; None if the model has no such part."""
     world.proofs._canary, world.proofs._kept = copy.deepcopy(state)
     tested, joins = 0, True
+    world.proofs.samples_every = 1 if fault.sampling else SAMPLES_EVERY
     if fault.sampling:
         world.publish(FIRST, versions[FIRST], versions[FIRST - 1], fault)
         joins = not world.proofs.joined("b", world.compared(FIRST, most=32, fault=fault))

@@ -49,6 +49,8 @@ _ROUNDING: Final = 1e-5
 #: A version whose tokens raise the evidence by this factor is suspicious. Those of a healthy engine do so with
 #: probability at most 1/`_SUSPICIOUS`.
 _SUSPICIOUS: Final = 10.0
+#: The largest deviation of an engine of which few tokens show a fault.
+_EXACT: Final = 1e-4
 #: Number of deviations in a whole baseline; and the fewest that allow a test.
 _BASELINE: Final = 256
 _LEAST: Final = 12
@@ -125,6 +127,11 @@ class EngineEvidence:
     _baseline: Floats = field(default_factory=lambda: np.zeros(0))
     _tested: Floats = field(default_factory=lambda: np.zeros(0))
     """The trainer's log-probs of this version's tested tokens, to four decimals."""
+
+    @property
+    def is_exact(self) -> bool:
+        """True if no deviation of the baseline is larger than rounding in float32."""
+        return not self._baseline.size or bool(self._baseline[-1] <= _EXACT)
 
     def anchor(self, theirs: Floats, ours: Floats) -> None:
         """Add the log-probs of tokens that are known to be right to the baseline, unless it is whole."""

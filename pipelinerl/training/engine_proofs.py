@@ -25,7 +25,7 @@ import numpy as np
 
 from pipelinerl.numerics.causes import sampled_tokens
 from pipelinerl.numerics.evidence import TILTS, EngineEvidence
-from pipelinerl.training.canary_check import Compared
+from pipelinerl.training.canary_check import Compared, Depth
 from pipelinerl.training.fault_search import FaultSearch
 from pipelinerl.training.packing import alone
 from pipelinerl.training.step import Accumulated
@@ -106,6 +106,12 @@ class EngineProofs:
     def tests_samples(self, version: int) -> bool:
         """Return whether the samples of this version are tested, too."""
         return version % self.samples_every == 0
+
+    def depth(self, url: str, version: int) -> Depth:
+        """Return the depth of the check of an engine: close if its samples are tested, or its arithmetic is coarse."""
+        evidence = self._canary.get(url)
+        is_brief = evidence is not None and evidence.is_exact and not self.tests_samples(version)
+        return Depth.BRIEF if is_brief else Depth.CLOSE
 
     def add(self, url: str, compared: Compared, *, more: bool = False) -> bool:
         """Test the log-probs of an engine's answers; return whether more of its answers should be tested.

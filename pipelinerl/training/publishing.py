@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from itertools import product
 from typing import Final, TypeVar
@@ -226,12 +226,15 @@ class Publishing:
     async def _prove(self, joining: Sequence[str], others: Sequence[str], report: PublishReport) -> None:
         """Check the engines, and report to the controller which ones joined and which ones fail."""
         proofs, version, self._asked_at = self._proofs, report.version, time.monotonic()
-        closely = proofs.tests_samples(version)
-        findings, again = await asyncio.gather(
+        briefly = {url for url in others if proofs.depth(url, version) is Depth.BRIEF}
+        findings, again, close = await asyncio.gather(
             self._checked(joining, report, Depth.JOINING),
-            self._checked(others, report, Depth.CLOSE if closely else Depth.BRIEF),
+            self._checked([*briefly], report, Depth.BRIEF),
+            self._checked([url for url in others if url not in briefly], report, Depth.CLOSE),
         )
-        suspects, failures = await self._in_worker(lambda: self._judged(version, findings, again))
+        for name in ("worst", "compared", "mismatched", "failed"):
+            getattr(again, name).update(getattr(close, name))
+        suspects, failures = await self._in_worker(lambda: self._judged(version, findings, again, briefly))
         if suspects:
             more = await self._checked(suspects, report, Depth.CLOSE)
             again.failed.update(more.failed)
@@ -265,20 +268,25 @@ class Publishing:
         return overdue
 
     def _judged(
-        self, version: int, joined: CanaryFindings, again: CanaryFindings, *, more: bool = False
+        self,
+        version: int,
+        joined: CanaryFindings,
+        again: CanaryFindings,
+        briefly: Collection[str] = (),
+        *,
+        more: bool = False,
     ) -> tuple[list[str], dict[str, str]]:
         """Return engines that must answer more, and why others that served before fail; begin the evidence on new ones.
 
-        `more` is True for further answers at this version.
+        Only engines that were checked `briefly` answer more. `more` is True for these further answers.
         """
         proofs, suspects, failures = self._proofs, list[str](), dict[str, str]()
-        is_last = more or proofs.tests_samples(version)
         for url in [*joined.worst]:
             if url in joined.compared and (reason := proofs.joined(url, joined.compared[url])):
                 del joined.worst[url]
                 joined.mismatched[url] = reason
         for url, its in again.compared.items():
-            if proofs.add(url, its, more=more) and not is_last:
+            if proofs.add(url, its, more=more) and url in briefly:
                 suspects.append(url)
             elif wrong := again.mismatched.get(url):
                 failures[url] = f"{wrong}; {proofs.fault(version, its)}"

@@ -270,7 +270,7 @@ async def test_groups_of_an_engine_that_does_not_answer_the_canary_train_only_on
         await made.begin(publish_to=[ENGINE, "http://engine-1"])
         await made.roll_out(0, engines=(ENGINE,))
         await made.roll_out(1, engines=("http://engine-1",))
-        await made.until(lambda: made.loop._batcher.waiting == [0, 1] and made.loop._publishing._silent)
+        await made.until(lambda: made.loop.batcher.waiting == [0, 1] and made.loop.publishing._silent)
         await made.roll_out(2, engines=("http://engine-1",))
         assert (await made.wait_for(StepDone)).orders == [1, 2]
         made.engines.silent = set()
@@ -285,7 +285,7 @@ async def test_step_waits_for_the_only_engines_proof_and_takes_its_groups_then(t
         made.engines.silent = {ENGINE}
         await made.begin(publish_to=[ENGINE])
         await made.roll_out(0, 1, engines=(ENGINE,))
-        await made.until(lambda: made.loop._batcher.waiting == [0, 1] and made.loop._publishing._silent)
+        await made.until(lambda: made.loop.batcher.waiting == [0, 1] and made.loop.publishing._silent)
         made.engines.silent = set()
         assert (await made.wait_for(StepDone)).orders == [0, 1]
         assert not await made.reports(OrdersEnded) and not await made.reports(CanaryChecked)

@@ -32,6 +32,7 @@ from launch.placement import TRAINER, Assignment, Placement, spread
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.roles import catalogue as roles
 from pipelinerl.roles.role import REDIS_PASSWORD_VARIABLE, OnExit, Role, RoleOptions
+from pipelinerl.system import cores
 
 #: Up to this number of cores, pinning a process to its own core beats leaving it to the scheduler.
 _SMALL_MACHINE = 8
@@ -209,6 +210,7 @@ class Launch:
         config, on = self.config, self.placement.of(name) if on is None else on
         engine_cores, _ = _pinning(config, self.cores)
         number = int(name.rpartition("-")[2])
+        own = engine_cores[number % len(engine_cores)] if engine_cores else None
         changes = _share_setting("engine.memory_share", on, config.engine.memory_share)
         if config.engine.options and type not in (None, config.engine.type):
             changes += ("engine.options={}",)  # the recipe's options are for another engine type
@@ -218,9 +220,9 @@ class Launch:
             port=port,
             changes=changes,
             own={"type": type},
-            shown=self._shown(name, "engine", type or config.engine.type, on),
+            shown={**self._shown(name, "engine", type or config.engine.type, on), **self._moves_to(own)},
             gpus=on.gpus,
-            cpu=engine_cores[number % len(engine_cores)] if engine_cores else None,
+            cpu=None if config.may_take_turns else own,
             on_exit=OnExit.RESTART if type is None else OnExit.SPARE,
         )
 
@@ -242,11 +244,11 @@ class Launch:
             roles.trainer,
             TRAINER,
             changes=(*self.server_settings, *self._trainer_settings),
-            shown=self._trainer_shown(TRAINER),
+            shown={**self._trainer_shown(TRAINER), **self._moves_to(cpu)},
             after=self._servers,
             gpus=self.assignment_of(TRAINER).gpus,
             group=TRAINER if several else None,
-            cpu=None if several else cpu,
+            cpu=None if several or self.config.may_take_turns else cpu,
         )
 
     def trainer_rank(self, rank: int) -> ProcessSpec:
@@ -271,15 +273,20 @@ class Launch:
         meeting = f'coordinator="{self.at(TRAINER)}",token_file={json.dumps(str(self.token_file))}'
         return (*share, f"trainer.options.distributed={{{meeting}}}")
 
+    def _moves_to(self, own: Sequence[int] | None) -> Mapping[str, str]:
+        """Return the variable that names a process's own cores, if it may also take turns with all cores."""
+        return {cores.VARIABLE: ",".join(map(str, own))} if own and self.config.may_take_turns else {}
+
     def _trainer_shown(self, name: str) -> Mapping[str, str]:
         return self._shown(name, "trainer", self.config.trainer.type, self.assignment_of(name))
 
     def _environment(self, shown: Mapping[str, str]) -> Mapping[str, str]:
         # Roles find the embedded server's password file themselves only if the server's address is loopback.
+        has_one = self.config.launch.threads == 1 and not self.config.may_take_turns
         away = "redis" in self.ports and self.placement.head.address != LOCALHOST.address
         return {
             "OMP_NUM_THREADS": str(self.config.launch.threads),
-            **(_ONE_THREAD if self.config.launch.threads == 1 else _SEVERAL_THREADS),
+            **(_ONE_THREAD if has_one else _SEVERAL_THREADS),
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
             "RES_OPTIONS": _RESOLVER,

@@ -57,6 +57,9 @@ class EngineComponent(Component):
         reports_routing: it reports the experts of each token.
         reports_policy: it reports log-probs from before top-k and top-p (`policy_logprobs`).
         casts: it computes in another dtype than the model's if the recipe says so.
+        use_threads: reference of a function `(int)` that sets the number of compute threads, called on the thread that
+            computes; empty if that cannot change while it runs. An engine then has the method `between_steps` of
+            `engines.batching.BatchingEngine`.
         cpu_variables: environment variables that keep it off GPUs that its process sees.
         model_type: the only type of model that it serves, held in float32; empty for any Hugging Face model.
     """
@@ -71,6 +74,7 @@ class EngineComponent(Component):
     reports_routing: bool = False
     reports_policy: bool = False
     casts: bool = False
+    use_threads: str = ""
     cpu_variables: Mapping[str, str] = field(default_factory=dict)
     model_type: str = ""
 
@@ -83,7 +87,7 @@ class TrainerComponent(Component):
         on_host: it computes on the CPU even if the machine has GPUs.
         check_options: reference of a function that raises `SpecError` for invalid entries of `trainer.options`, without
             heavy imports; a trainer without it takes no options.
-        check, computes_experts, casts, cpu_variables, model_type: as for an engine.
+        check, computes_experts, casts, use_threads, cpu_variables, model_type: as for an engine.
         measures_entropy: it measures the entropy over the whole vocabulary without compiling further programs.
         replays_routing: it can use the experts that the engine reports (`trainer.routing_replay`).
     """
@@ -94,6 +98,7 @@ class TrainerComponent(Component):
     computes_experts: bool = True
     replays_routing: bool = False
     casts: bool = False
+    use_threads: str = ""
     cpu_variables: Mapping[str, str] = field(default_factory=dict)
     model_type: str = ""
     measures_entropy: bool = True

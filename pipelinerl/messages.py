@@ -428,6 +428,8 @@ class Directive(ControlMessage, frozen=True):
     stale: list[int] = []
     fresh_until: list[tuple[int, int]] = []
     issued: int = 0
+    cores: list[int] = []
+    """The cores that the trainer shares with the engines in turn; empty if it computes on its own."""
     rewind_to: int | None = None
     """The trainer must return to its newest checkpoint of at most this version; None to continue."""
 

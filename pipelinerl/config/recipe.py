@@ -259,6 +259,13 @@ class RunConfig(Section):
         is_started_whole = self._has_ranks and "distributed" not in self.trainer.options
         return self.trainer_devices if is_started_whole else 1
 
+    @property
+    def may_take_turns(self) -> bool:
+        """True if engines and trainer can change their threads while the run is live, and the run chooses its lag."""
+        engine, trainer = registry.ENGINES.get(self.engine.type), registry.TRAINERS.get(self.trainer.type)
+        is_able = engine is not None and trainer is not None and engine.use_threads and trainer.use_threads
+        return self.staleness.auto_j and self.trainer_processes == 1 and bool(is_able)
+
     def cpu_variables(self, part: Literal["engine", "trainer"], type: str) -> Mapping[str, str]:
         """Return the environment variables that keep a process of an engine or trainer off the GPUs that it sees."""
         component = (registry.ENGINES if part == "engine" else registry.TRAINERS).get(type)

@@ -137,13 +137,13 @@ class AsyncControllerClient:
         """Return the current settings for actors."""
         return await self._call("GET", routes.ASSIGNMENT, ActorAssignment)
 
-    async def register_engine(self, url: str, *, incarnation: str, name: str, type: str) -> float:
-        """Offer the engine to the controller, which adds it to the fleet; return the seconds until the next offer.
+    async def register_engine(self, url: str, *, incarnation: str, name: str, type: str) -> EngineTaken:
+        """Offer the engine to the controller, which adds it to the fleet; return its answer.
 
         An engine repeats its offer as long as it lives; an offer of an engine that is in the fleet has no effect.
         """
         offer = {"url": url, "incarnation": incarnation, "name": name, "type": type}
-        return (await self._call("POST", routes.ENGINES, EngineTaken, json=offer)).again_s
+        return await self._call("POST", routes.ENGINES, EngineTaken, json=offer)
 
     async def offer_verifier(self, lease: VerifierLease) -> None:
         """Register a verifier service for `LEASE_S`; repeat the call to keep it. See `routes.VerifierOffer`."""

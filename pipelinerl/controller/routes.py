@@ -175,11 +175,13 @@ class EngineTaken(msgspec.Struct, frozen=True, omit_defaults=True):
     """Response to an `EngineOffer`.
 
     `state` is `joining` if the engine is now in the fleet, or `waiting` if the controller admits no new process at its
-    address yet. The engine sends its offer again after `again_s` seconds.
+    address yet. The engine sends its offer again after `again_s` seconds. It computes on `cores`, which it shares with
+    the trainer in turn, or on its own if there are none.
     """
 
     state: str
     again_s: float = OFFER_S
+    cores: tuple[int, ...] = ()
 
 
 class Done(msgspec.Struct, frozen=True):

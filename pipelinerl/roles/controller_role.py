@@ -22,7 +22,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.messages import REPORTS, ROLLOUTS
 from pipelinerl.observability.events import EventLog, read_events
 from pipelinerl.observability.status import read_restarts
-from pipelinerl.roles.new_controller import build_controller, overruled
+from pipelinerl.roles.new_controller import build_controller, overruled, shared_cores
 from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.resumed_run import write_recipe
 from pipelinerl.roles.wiring import checkpoints_of
@@ -87,7 +87,8 @@ async def run(identity: Identity, *, from_journal: bool = False) -> None:
                 time_ms, number = parse_id(await stream.last_id(partition))
                 await stream.trim(partition, before=f"{time_ms}-{number + 1}")
         write_recipe(config, run_dir, identity.redis_url, begins=begins)
-        controller = build_controller(config, latest[1] if latest else None)
+        cores = shared_cores(config, identity.host)
+        controller = build_controller(config, latest[1] if latest else None, cores=cores)
         for sentence in overruled(config, controller.state.knobs) if not from_journal else ():
             log.warning(sentence)
         controller.state.launch = identity.launch

@@ -8,6 +8,7 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 
 import httpx
@@ -25,6 +26,7 @@ from pipelinerl.engines.weights.announced_updates import AnnouncedUpdates
 from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError
 from pipelinerl.roles.engine_rules import options_of
 from pipelinerl.roles.process import Identity, end, freeze_gc
+from pipelinerl.system.cores import ComputeCores
 from pipelinerl.system.http_client import async_session
 from pipelinerl.system.http_service import OPEN_PATH, listen, offered_url, serve_until
 
@@ -74,7 +76,7 @@ async def run(identity: Identity) -> None:
         url = offered_url(listener.getsockname(), identity.controller_url) if identity.controller_url else ""
         engine = build_engine(identity)
         app = create_app(engine, token=identity.token)
-        offer = asyncio.create_task(_offer(identity, url)) if url else None
+        offer = asyncio.create_task(_offer(identity, engine, url)) if url else None
         follows = asyncio.create_task(_follow(identity, engine, url)) if url else None
         stopped = asyncio.create_task(_stopped(engine))
         try:
@@ -125,8 +127,10 @@ async def _follow(identity: Identity, engine: Engine, url: str) -> None:
         await asyncio.sleep(_AGAIN_S)
 
 
-async def _offer(identity: Identity, url: str) -> None:
-    incarnation = f"{os.getpid()}-{time.time_ns()}"
+async def _offer(identity: Identity, engine: Any, url: str) -> None:
+    config, incarnation = identity.config, f"{os.getpid()}-{time.time_ns()}"
+    cores = ComputeCores(registry.ENGINES[config.engine.type].use_threads, config.launch.threads)
+    shared: tuple[int, ...] | None = None
     reachable, again_s = True, OFFER_S / 4
     async with (
         AsyncControllerClient(identity.controller_url, identity.token) as controller,
@@ -138,10 +142,13 @@ async def _offer(identity: Identity, url: str) -> None:
                 with suppress(httpx.HTTPError):  # while it loads its model, which `_stopped` logs, it does not answer
                     answers = (await itself.get(OPEN_PATH)).status_code == httpx.codes.OK
                 if answers:
-                    again_s = await controller.register_engine(
-                        url, incarnation=incarnation, name=identity.name, type=identity.config.engine.type
+                    taken = await controller.register_engine(
+                        url, incarnation=incarnation, name=identity.name, type=config.engine.type
                     )
-                    reachable = True
+                    again_s, reachable = taken.again_s, True
+                    if taken.cores != shared and config.may_take_turns:
+                        shared = taken.cores
+                        engine.between_steps(partial(cores.use, shared))
             except UserError as error:
                 if reachable:
                     log.warning("the controller at %s did not take this engine: %s", controller.url, error)

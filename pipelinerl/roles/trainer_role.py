@@ -19,6 +19,7 @@ from pipelinerl.roles.process import Identity, freeze_gc
 from pipelinerl.roles.wiring import checkpoints_of, objective_of
 from pipelinerl.roles.workers import close_workers, started
 from pipelinerl.streams.stream import Stream
+from pipelinerl.system.cores import ComputeCores
 from pipelinerl.trainers.ranks.rank0 import leave_undone
 from pipelinerl.training.canary_check import check_canary
 from pipelinerl.training.loop import LoopSettings, TrainingLoop, training_loop
@@ -45,6 +46,7 @@ async def run(identity: Identity) -> None:
     stream = await identity.stream()
     client = EngineClient(token=identity.token)
     samples, grace = samples_of(identity), Grace()
+    cores = ComputeCores(registry.TRAINERS[config.trainer.type].use_threads, config.launch.threads)
     loop = training_loop(
         loop_settings(config),
         step=step,
@@ -56,6 +58,7 @@ async def run(identity: Identity) -> None:
         checkpoints=checkpoints,
         restored=restored,
         at=lambda version: process_log.at(step=version, model_version=version),
+        use_cores=cores.use if config.may_take_turns else lambda shared: None,
         samples=samples,
     )
     freeze_gc()

@@ -116,11 +116,14 @@ class TrainingLoop:
     """Gives up the wait for late groups; None if a step with enough groups never waits."""
     at: Callable[[int], None]
     """Called with each new version."""
+    use_cores: Callable[[Sequence[int]], None]
+    """Called on the trainer's thread with the directives' cores whenever they change."""
     version: int
     skipped: int = 0
     """Steps in a row that were not finite."""
     leaving: bool = False
     cannot_rewind: bool = False
+    cores: list[int] | None = None
     reported: ConsumedReport = field(default_factory=ConsumedReport)
 
     @property
@@ -377,6 +380,9 @@ class TrainingLoop:
             # At the first directive, fence earlier trainers before this one writes anything.
             await self._in_worker(lambda: store.claim(directive.epoch))
             batcher.lineage = replace(batcher.lineage, epoch=directive.epoch)
+        if directive.cores != self.cores:
+            self.cores = directive.cores
+            await self._in_worker(lambda: self.use_cores(directive.cores))
         batcher.solved.answered(directive.answers)
         batcher.end(directive.failed, GroupOutcome.FAILED)
         batcher.end(directive.stale, GroupOutcome.STALE)
@@ -435,6 +441,7 @@ def training_loop(
     checkpoints: CheckpointStore,
     restored: TrainingState | None,
     at: Callable[[int], None] = lambda version: None,
+    use_cores: Callable[[Sequence[int]], None] = lambda cores: None,
     samples: StepSamples | None = None,
 ) -> TrainingLoop:
     """Compose the training loop; `restored` is the state of the checkpoint with which the step's workers started."""
@@ -491,5 +498,6 @@ def training_loop(
         samples=samples,
         overdue=None if settings.overdue_s is None else OverdueWait(settings.overdue_s),
         at=at,
+        use_cores=use_cores,
         version=batcher.lineage.began_at,
     )

@@ -60,14 +60,22 @@ def test_every_process_in_a_launch_plan_is_a_pipelinerl_command_with_the_common_
         assert given["--token-file"] == "/runs/x/tokens.json"
         assert given["--controller-url"] == "http://127.0.0.1:5000"
         assert given["--redis-url"] == "redis://127.0.0.1:5002/0"
-        assert spec.env["OMP_WAIT_POLICY"] == "PASSIVE"
         assert spec.env["OMP_NUM_THREADS"] == "1"
 
 
-def test_openmp_threads_of_a_process_with_several_threads_spin_before_they_sleep():
-    for spec in _plan(_config(launch={"threads": 2})).specs:
-        assert spec.env["OMP_NUM_THREADS"] == "2"
-        assert "OMP_WAIT_POLICY" not in spec.env and int(spec.env["GOMP_SPINCOUNT"]) > 0
+@pytest.mark.parametrize(
+    ("sections", "threads", "spins"),
+    [
+        ({"staleness": {"j": 1, "k": 2}}, "1", False),
+        ({"staleness": {"j": 1, "k": 2}, "launch": {"threads": 2}}, "2", True),
+        ({}, "1", True),  # engines and trainer may take turns, each with all cores
+    ],
+)
+def test_openmp_threads_spin_before_they_sleep_if_a_process_may_have_several(sections, threads, spins):
+    for spec in _plan(_config(**sections)).specs:
+        assert spec.env["OMP_NUM_THREADS"] == threads
+        assert ("OMP_WAIT_POLICY" in spec.env) is not spins
+        assert (int(spec.env.get("GOMP_SPINCOUNT", 0)) > 0) is spins
 
 
 def test_parameter_servers_start_before_the_trainer_that_gets_their_urls():
@@ -116,10 +124,20 @@ def test_launcher_starts_no_stream_server_if_the_recipe_names_a_running_one():
 def test_engines_and_trainer_are_pinned_to_different_cores_on_machines_with_few_cores(
     cores, sections, engines, trainer
 ):
-    made = _plan(_config(**sections), cores)
+    made = _plan(_config(**sections, staleness={"j": 1, "k": 2}), cores)
     assert [spec.cpu for spec in made.specs if spec.name.startswith("engine")] == engines
     assert spec_of(made, "trainer").cpu == trainer
     assert all(spec.cpu is None for spec in made.specs if spec.name.split("-")[0] in ("redis", "controller", "actor"))
+
+
+def test_processes_that_may_take_turns_with_all_cores_are_told_their_own_cores_instead_of_being_pinned():
+    made = _plan(_config(), (2, 5))
+    for name, own in (("engine-0", "2"), ("trainer", "5")):
+        spec = spec_of(made, name)
+        assert (spec.cpu, spec.env["PIPELINERL_CORES"]) == (None, own)
+    assert "PIPELINERL_CORES" not in spec_of(made, "actor-0").env
+    made = _plan(_config(trainer={"type": "jax"}), (2, 5))
+    assert spec_of(made, "engine-0").cpu == (2,), "a trainer that cannot change its threads takes no turns"
 
 
 def test_launch_plan_with_a_process_before_its_dependency_is_rejected():

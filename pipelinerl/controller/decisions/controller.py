@@ -121,8 +121,8 @@ class Controller:
 
     def _process(self, given: AnyInput) -> list[Effect]:
         match given:
-            case ReportReceived(report=report, now=now, queued=queued):
-                return self.handle(report, now=now, queued=queued)
+            case ReportReceived(report=report, now=now, queued=queued, busy=busy):
+                return self.handle(report, now=now, queued=queued, busy=busy)
             case KnobsPatched(changes=changes, who=who, time=time):
                 return self.patch(changes, who=who, time=time)
             case StopAsked(reason=reason):
@@ -142,10 +142,10 @@ class Controller:
 
     # --- events ----------------------------------------------------------------------------------------------------
 
-    def handle(self, report: Report, *, now: float, queued: int = 0) -> list[Effect]:
+    def handle(self, report: Report, *, now: float, queued: int = 0, busy: float | None = None) -> list[Effect]:
         """Process a report; ignore reports of earlier trainers (lower epochs), and answer a repeated report again.
 
-        For `queued` see `ReportReceived`.
+        For `queued` and `busy` see `ReportReceived`.
         """
         trainer = self.state.trainer
         if not isinstance(report, messages.FROM_ACTORS):
@@ -161,7 +161,7 @@ class Controller:
             case messages.TrainerReady():
                 return self._trainer_ready(report, now=now)
             case messages.StepDone():
-                return self._step_done(report, queued, now=now)
+                return self._step_done(report, queued=queued, busy=busy, now=now)
             case messages.StepSkipped():
                 return self._step_skipped(report)
             case messages.OrdersEnded():
@@ -258,7 +258,7 @@ class Controller:
             queued=self._expected_rollouts(out, rollouts),
             per_step=self.state.knobs.rollouts_per_step,
             sampled_at_once=self._sampled_at_once,
-            ahead=1.0 if self._takes_turns else self.state.lag.steps,
+            ahead=1.0 if self._is_unpriced else self._ahead,
         ):
             index = self.state.account.next_index()
             order = training_order(
@@ -291,19 +291,24 @@ class Controller:
         """Estimate how many of the `rollouts` in flight (from `out` prompt orders) will be trained and not filtered."""
         knobs, most = self.state.knobs, self.settings.oversample
         if most is None:
-            most = OVERSAMPLED if knobs.k > (knobs.j or 1) and not self._takes_turns else 1.0
+            most = OVERSAMPLED if knobs.k > (knobs.j or 1) and not self._is_unpriced else 1.0
         waiting = int(self.state.trainer.last_step.get("waiting_groups", 0))
         groups = self.state.filtered_share.expected(out, waiting=waiting, most=most)
         return rollouts * groups // out if out else 0
 
-    def _note_lag(self, figures: Mapping[str, float], queued: int) -> None:
+    @property
+    def _ahead(self) -> float:
+        lag = self.state.lag
+        return lag.ahead if self.state.knobs.j is None else lag.steps
+
+    def _note_lag(self, figures: Mapping[str, float], *, queued: int, busy: float | None) -> None:
         """Adapt the lag (`LagRule`) after a training step.
 
         The rule ignores each step during which an evaluation takes engines, since it makes the trainer wait, or an
         engine joins, and the step after.
         """
         state, knobs, lag = self.state, self.state.knobs, self.state.lag
-        if self._takes_turns:
+        if self._is_unpriced:
             return
         if state.evaluations.current is not None or state.fleet.without_weights():
             lag.pause()
@@ -319,6 +324,8 @@ class Controller:
             queued=queued / per_step,
             ess=None if self.settings.lag_loss is None else figures.get("ess"),
             age=figures.get("staleness_mean"),
+            seconds=figures.get("wait_s", 0.0) + step_s,
+            busy=busy if knobs.j is None else None,
             sampling=max((each.verified - each.claimed for each in state.watched.stages), default=0.0) / step_s,
         )
         most_j = largest_j(knobs.k) if knobs.j is None else 1
@@ -326,12 +333,12 @@ class Controller:
 
     def lag_sentence(self) -> str:
         """Return a sentence for users on the lag that the run holds, and why; empty before the first steps."""
-        if self._takes_turns:
+        if self._is_unpriced:
             return f"lag 1, {UNPRICED}"
         return self.state.lag.why(j=self.state.knobs.j, is_priced=self.settings.lag_loss is not None)
 
     @property
-    def _takes_turns(self) -> bool:
+    def _is_unpriced(self) -> bool:
         """True if the run is on policy because nothing in the objective corrects for lag, and the user sets no j."""
         return self.state.knobs.j is None and self.settings.lag_loss is None
 
@@ -386,7 +393,7 @@ class Controller:
             self._answer(report.report_id, publish_to=sorted(state.fleet.members()), saves=has_rewound),
         ]
 
-    def _step_done(self, report: messages.StepDone, queued: int, *, now: float) -> list[Effect]:
+    def _step_done(self, report: messages.StepDone, *, queued: int, busy: float | None, now: float) -> list[Effect]:
         self.state.version = report.model_version
         self.state.trainer.note_step(report.model_version)
         self.state.account.update(report.consumed)
@@ -395,7 +402,7 @@ class Controller:
             trained=report.consumed.trained - before.trained, filtered=report.consumed.filtered - before.filtered
         )
         self.state.trainer.last_step = report.stats
-        self._note_lag(report.stats, queued)
+        self._note_lag(report.stats, queued=queued, busy=busy)
         self.state.cooldown.note(report.solved, self.settings.cooldown, version=self.state.version)
         self.state.failing.refused_groups = self.state.failing.too_long_groups = 0
         effects = step_taken(self.state, report, lag=self.lag_sentence(), now=now) + collapse.guard(self.state, now=now)

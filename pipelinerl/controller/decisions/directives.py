@@ -105,8 +105,15 @@ def directive(
         controller_state=record,
         fresh_until=_fresh_until(state, settings),
         issued=state.account.cursor if settings.overdue is Overdue.WAIT else 0,
+        cores=list(turn_cores(state, settings)),
         rewind_to=None if stop else state.rewind.to,
     )
+
+
+def turn_cores(state: RunState, settings: ControllerSettings) -> tuple[int, ...]:
+    """Return the cores of engines and trainer while they take turns; empty while each computes on its own."""
+    turns = state.lag.turns
+    return settings.cores if state.knobs.j is None and turns.are_taken and turns.have_begun else ()
 
 
 def repeated(answer: Directive, state: RunState, settings: ControllerSettings) -> Directive:
@@ -122,6 +129,7 @@ def repeated(answer: Directive, state: RunState, settings: ControllerSettings) -
         stale=current.stale,
         fresh_until=current.fresh_until,
         issued=current.issued,
+        cores=current.cores,
     )
 
 

@@ -72,7 +72,7 @@ def step_taken(state: RunState, report: StepDone, *, lag: str, now: float) -> li
     by = {"by_domain": watched.by_domain, "by_tag": watched.by_tag}
     several = {"updates": report.updates} if report.updates else {}
     step = {"step": version, "model_version": version, "orders": report.orders}
-    ahead = {"lag": lag, "lag_cost": state.lag.cost, "steps_ahead": state.lag.steps, "j": state.bounds.j}
+    ahead = {"lag": lag, "lag_cost": state.lag.cost, "steps_ahead": state.lag.ahead, "j": state.bounds.j}
     stages, watched.stages = msgspec.to_builtins(watched.stages), []
     _remember(state, report)
     effects: list[Effect] = [Record("step", step | report.stats | several | by | ahead | {"stages": stages})]

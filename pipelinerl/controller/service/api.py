@@ -19,6 +19,7 @@ from fastapi.responses import Response
 
 from inference_contract.errors import ContractError
 from pipelinerl.controller import routes
+from pipelinerl.controller.decisions.directives import turn_cores
 from pipelinerl.controller.decisions.engine_decisions import removal_reason
 from pipelinerl.controller.routes import VerifierLease
 from pipelinerl.controller.service.service import MOST_SERVICES, ControllerService
@@ -121,7 +122,10 @@ def _add_engines(app: FastAPI, service: ControllerService) -> None:
         url, fleet, now = base_url(offer.url), service.controller.state.fleet, await service.now()
         count = len(fleet.by_url)
         again_s = routes.OFFER_S if count <= routes.OFFERS_AT_ONCE else routes.OFFER_S * count / routes.OFFERS_AT_ONCE
-        taken = routes.EngineTaken("joining", again_s)
+        controller = service.controller
+        if controller.settings.cores:  # an engine must soon know when turns begin or end
+            again_s /= 4
+        taken = routes.EngineTaken("joining", again_s, turn_cores(controller.state, controller.settings))
         if offer.incarnation and fleet.is_known(url, offer.incarnation, name=offer.name, type=offer.type, now=now):
             return _answer(taken)  # a repeated offer needs no decision and therefore no journal entry
         if (namesake := fleet.namesake_of(url, offer.name)) is not None:

@@ -75,6 +75,7 @@ from pipelinerl.observability.samples import SampleLog
 from pipelinerl.observability.status import IncidentStatus, RestartStatus, RunStatus
 from pipelinerl.streams.records import decode_order, encode_order
 from pipelinerl.streams.stream import START, DeadLetters, Entry, Stream, fresh_number, parse_id
+from pipelinerl.system.cores import busy_seconds
 from pipelinerl.types import PromptOrder, Purpose
 
 log = logging.getLogger("pipelinerl")
@@ -139,6 +140,8 @@ class ControllerService:
         self.watch = EngineWatch()
         # Rollouts that no engine had begun, at each poll since the newest step.
         self._queues = [0]
+        # Seconds for which the cores that engines and trainer share were busy, as of the last step, and its time.
+        self._busy: tuple[float | None, float] = (None, 0.0)
         self.verifiers = VerifierLeases(clock)
         self._name = name
         self._stream = stream
@@ -354,10 +357,12 @@ class ControllerService:
                 self._samples.put(samples_of(report, current=evaluation, time=time.time()))
             report = msgspec.structs.replace(report, shown=None)  # `shown` affects no decision, so it is not journaled
         try:
-            queued = 0
+            queued, busy = 0, None
             if isinstance(report, StepDone):
                 queued, self._queues = min(self._queues), self._queues[-1:]
-            await self.perform(ReportReceived(now=self._now(), report=report, entry_id=entry.entry_id, queued=queued))
+                busy = self._busy_share()
+            received = ReportReceived(now=self._now(), report=report, entry_id=entry.entry_id, queued=queued, busy=busy)
+            await self.perform(received)
         except RecordError as error:
             if self._broken is not None:
                 raise
@@ -471,6 +476,15 @@ class ControllerService:
         complete = int(state.trainer.last_step.get("waiting_groups", 0))
         unclaimed = max(0, state.account.in_flight - held - complete - state.knobs.groups_per_step)
         return in_engines + unclaimed * state.knobs.max_group_size
+
+    def _busy_share(self) -> float | None:
+        """Return the share of the cores that were busy since the last call; None unless engines and trainer share."""
+        cores, (busy_before, before) = self.controller.settings.cores, self._busy
+        busy_s, now = busy_seconds(cores) if cores else None, self._clock()
+        self._busy = busy_s, now
+        if busy_s is None or busy_before is None or now <= before:
+            return None
+        return min(1.0, (busy_s - busy_before) / (len(cores) * (now - before)))
 
     def _record_slow_engines(self) -> None:
         """Record an event for each engine that has become slow, or slower or faster than the last event says."""

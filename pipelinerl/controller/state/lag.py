@@ -6,12 +6,16 @@ Lag lets the trainer wait less, and makes what it trains on older. The rule comp
     cost c of a version        from the effective sample     what one more version of lag loses, as a share of the
                                size (ESS) and the mean age   step's learning
 
+Where engines and trainer share the processors of one machine, lag has a rival: they take turns on policy, each with all
+processors (`Turns`).
+
 It is pure arithmetic on the steps' figures, so the journal and checkpoints restore it.
 """
 
 from __future__ import annotations
 
 import math
+from statistics import median
 from typing import Final
 
 import msgspec
@@ -30,6 +34,15 @@ UNPRICED: Final = (
 )
 #: How far `too_few` falls whenever it keeps A from shrinking.
 _FORGOTTEN: Final = 0.005
+#: Steps of which the median counts in `Turns`, of the way that the run takes, and of the other way when it is tried.
+_STEPS_TO_KNOW: Final = 8
+_STEPS_TO_TRY: Final = 3
+#: The other way is tried if it promises to take less than this share of the seconds.
+_PROMISING: Final = 0.95
+#: A trial ends at once with a step that takes this many times the seconds of the way before.
+_HOPELESS: Final = 2.0
+#: Share that the expected seconds of the other way lose with each step, so that it is tried again one day.
+_HOPE: Final = 0.001
 #: The largest j that the rule chooses.
 _MOST_J: Final = 4
 
@@ -50,6 +63,8 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
         ess: effective sample size of the step's importance weights, from 0 to 1; None without such weights.
         age: mean staleness of the step's rollouts in versions, 1 on policy; None if unknown.
         sampling: the time from an order to its judged answers; 0 if unknown.
+        seconds: the time since the step before; 0 if unknown.
+        busy: the share of the processors that were busy, with any program; None unless engines and trainer share them.
     """
 
     waited: float
@@ -59,6 +74,90 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
     ess: float | None = None
     age: float | None = None
     sampling: float = 0.0
+    seconds: float = 0.0
+    busy: float | None = None
+
+
+class Turns(msgspec.Struct, kw_only=True):
+    """Chooses, on shared processors, between turns and lag.
+
+    Engines and trainer take turns on policy, each with all processors; or they work at the same time, each on its own
+    processors. The other way is tried while it promises fewer seconds, and kept if it takes fewer. Before its first
+    trial, it promises a step that keeps all processors busy: 7 s if a step takes 10 s and 30 % of them are idle. A
+    trial then shows how far that is from the truth. Seconds are divided by what a step teaches, so lag pays its cost.
+    """
+
+    are_taken: bool = False
+    """True while engines and trainer take turns; else they work at the same time."""
+    have_begun: bool = True
+    """False while turns have begun and older rollouts are trained: until then each has its own processors only."""
+    seen: list[tuple[float, float]] = []
+    """Of the last steps of this way: seconds, and the least seconds of the other way."""
+    skips: int = 1
+    """The steps that are not looked at, since a change takes effect during them."""
+    before: tuple[float, float] | None = None
+    """During a trial, seconds of the way before, and what were then the least seconds of this way."""
+    factor: float = 1.0
+    """Expected seconds of the other way, divided by those of a step that keeps all processors busy."""
+
+    @classmethod
+    def first(cls) -> Turns:
+        """Return the state of a run that begins with turns and then tries lag in any case."""
+        return cls(are_taken=True, factor=0.0)
+
+    @property
+    def seconds(self) -> float:
+        """Median seconds of a step; 0 if unknown."""
+        return median(seconds for seconds, _ in self.seen) if self.seen else 0.0
+
+    @property
+    def least_s(self) -> float:
+        """Least seconds of a step of the other way; 0 if unknown."""
+        return median(least for _, least in self.seen) if self.seen else 0.0
+
+    def note_step(self, step: StepFigures, *, taught: float, grows: bool) -> None:
+        """Compare both ways after a step that taught the share `taught` of an on-policy step.
+
+        While the lag `grows`, it has not shown yet how much it gains.
+        """
+        if step.busy is None or step.seconds <= 0:
+            return
+        if self.are_taken and not self.have_begun:
+            self.have_begun = step.age is not None and step.age <= 1
+            return
+        seconds = step.seconds / taught
+        if self.are_taken and self.before is not None and seconds > _HOPELESS * self.before[0]:
+            self._change(factor=seconds / self.before[1])
+            return
+        if self.skips > 0:
+            self.skips -= 1
+            return
+        self.factor *= 1 - _HOPE
+        most = _STEPS_TO_TRY if self.before else _STEPS_TO_KNOW
+        self.seen = [*self.seen, (seconds, step.seconds * step.busy)][-most:]
+        if self.before is not None:
+            self._judge(*self.before, grows=grows)
+        elif self.are_taken or not grows:
+            promise = self.factor * self.least_s / self.seconds
+            enough = _STEPS_TO_TRY if self.are_taken else _STEPS_TO_KNOW
+            if promise < _PROMISING and (len(self.seen) >= enough or (self.are_taken and step.busy < 0.5)):
+                before = self.seconds, self.least_s
+                self._change()
+                self.before = before
+
+    def _judge(self, before_s: float, least_s: float, *, grows: bool) -> None:
+        """End a trial if it shows which way is faster."""
+        if len(self.seen) < _STEPS_TO_TRY:
+            return
+        if self.seconds < before_s:
+            self.before, self.factor = None, before_s / self.least_s
+        elif self.are_taken or not grows:
+            self._change(factor=self.seconds / least_s)
+
+    def _change(self, *, factor: float = 1.0) -> None:
+        self.are_taken = not self.are_taken
+        self.have_begun, self.skips = not self.are_taken, 2
+        self.seen, self.before, self.factor = [], None, factor
 
 
 class LagRule(msgspec.Struct, kw_only=True):
@@ -97,6 +196,12 @@ class LagRule(msgspec.Struct, kw_only=True):
     """Means of waits, age and sampling over the last steps, for `why`."""
     is_bound: bool = False
     """True if k, or what actors can hold, allows less lag than would pay."""
+    turns: Turns = msgspec.field(default_factory=Turns)
+
+    @property
+    def ahead(self) -> float:
+        """The number of steps whose rollouts are to be in flight: A, or one while engines and trainer take turns."""
+        return 1.0 if self.turns.are_taken else self.steps
 
     @property
     def price(self) -> float:
@@ -106,6 +211,7 @@ class LagRule(msgspec.Struct, kw_only=True):
     def pause(self) -> None:
         """Ignore a step, and the one after it, because something other than lag decides how long the trainer waits."""
         self.rest, self.seen = max(self.rest, 1), []
+        self.turns.skips = max(self.turns.skips, 1)
 
     def note_step(self, step: StepFigures, *, most: float, most_j: int, loss: float) -> None:
         """Adapt A, at most to `most`, and j, at most to `most_j`, after a step.
@@ -119,6 +225,12 @@ class LagRule(msgspec.Struct, kw_only=True):
         if step.ess is not None and step.age is not None and step.age > 1.2:
             cost = loss * (1 - step.ess) / max(step.age - 1, 0.5)
             self.cost += _NEWEST * (cost - self.cost)
+        taught = 1.0 if step.age is None else max(0.2, 1 - self.cost * (step.age - 1))
+        took_turns = self.turns.are_taken
+        self.turns.note_step(step, taught=taught, grows=self.is_cold)
+        if took_turns or self.turns.are_taken:
+            self.rest, self.seen = 1, []
+            return
         if self.rest > 0:
             self.rest -= 1
             return
@@ -142,7 +254,11 @@ class LagRule(msgspec.Struct, kw_only=True):
         """
         if self.usual is None or self.usual.age is None:
             return ""
-        usual, lag = self.usual, self.usual.age - 1
+        usual, lag, turns = self.usual, self.usual.age - 1, self.turns
+        if turns.are_taken:
+            lagging = turns.factor * turns.least_s
+            than = f": a step takes {turns.seconds:.2g} s, with lag {lagging:.2g} s" if lagging and j is None else ""
+            return f"on policy: engines and trainer take turns, each with all processors{than}"
         alone = usual.sampling or lag
         gain = max(0.0, alone / (1 + alone) - usual.waited / (1 + usual.waited))
         bound = ", and k or groups_in_flight allows no more" if self.is_bound else ""

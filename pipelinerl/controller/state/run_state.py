@@ -332,7 +332,7 @@ class RunState(msgspec.Struct, kw_only=True):
     @property
     def bounds(self) -> StalenessBounds:
         """The staleness bounds in versions: engines reload when j behind, and rollouts older than k are not trained."""
-        j = self.knobs.j or int(min(self.lag.j, self.knobs.k))
+        j = self.knobs.j or (1 if self.lag.turns.are_taken else int(min(self.lag.j, self.knobs.k)))
         return StalenessBounds(j, self.knobs.k)
 
     def live_actors(self, now: float) -> list[ActorAlive]:
@@ -499,6 +499,8 @@ class ControllerSettings:
     """The most orders issued per order that is expected to train; None: `OVERSAMPLED` while k > j, otherwise 1."""
     lag_loss: float | None = None
     """κ of the objective (`PolicyObjective.lag_loss`); None if nothing in it corrects for lag."""
+    cores: tuple[int, ...] = ()
+    """The cores that engines and trainer share, and may use in turn (`Turns`); empty if they do not."""
     cooldown: Mapping[str, CooldownSection] = field(default_factory=dict)
     elastic: ElasticSection | None = None
     """The rule for scaling the number of engines automatically; None: only operators change it."""

@@ -119,6 +119,11 @@ class BatchingEngine:
         self._is_closing = False
         self._events: asyncio.AbstractEventLoop
 
+    def between_steps(self, call: Callable[[], None]) -> None:
+        """Have `call` called once on the thread that computes, before its next step; only with `load`."""
+        assert isinstance(self._loop, DecodeLoop)
+        self._loop.between_steps(call)
+
     # --- start and close -----------------------------------------------------------------------------------------
 
     async def start(self) -> None:

@@ -109,9 +109,14 @@ class DecodeLoop:
         self._streams = 0
         self._routing_requests = 0  # number of open requests that return their routing
         self._stopping = False
+        self._call: Callable[[], None] | None = None
         self._scheduler: Scheduler
         self._runner: ModelRunner
         self._thread = threading.Thread(target=self._main, name="decode", daemon=True)
+
+    def between_steps(self, call: Callable[[], None]) -> None:
+        """Have `call` called once on the thread, before its next step; a later call replaces one that waits."""
+        self._call = call
 
     # --- called from the event loop ------------------------------------------------------------------------------
 
@@ -183,6 +188,9 @@ class DecodeLoop:
                 return
             while self._await_work():
                 began = time.perf_counter()
+                call, self._call = self._call, None
+                if call is not None:
+                    call()
                 self._drop_cancelled()
                 if not self._has_started_early:
                     self._commit_if_due()

@@ -14,4 +14,5 @@ COMPONENT: Final = EngineComponent(
     reports_routing=True,
     reports_policy=True,
     casts=True,
+    use_threads="torch:set_num_threads",
 )

@@ -49,7 +49,10 @@ class Agenda:
 
 @dataclass(slots=True)
 class SimulatedTrainer:
-    """The trainer, which computes at a speed that may change; it calls `done` at the end of a computation."""
+    """The trainer, which computes at a speed that may change; it calls `done` when a computation ends.
+
+    `done` sets `is_computing` to False.
+    """
 
     agenda: Agenda
     done: Callable[[], None]
@@ -81,7 +84,6 @@ class SimulatedTrainer:
 
     def _ended(self, stamp: int) -> None:
         if stamp == self._stamp:
-            self.is_computing = False
             self.done()
 
 

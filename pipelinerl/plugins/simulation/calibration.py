@@ -63,6 +63,8 @@ class ObservedRun:
 
     events: Sequence[Event]
     setting: SimulatedSetting
+    threads: int = 1
+    """Compute threads of each process."""
 
 
 def calibrate(runs: Sequence[ObservedRun], *, most_actor_s: float = _MOST_ACTOR_S) -> Hardware:
@@ -86,7 +88,7 @@ def calibrate(runs: Sequence[ObservedRun], *, most_actor_s: float = _MOST_ACTOR_
         ),
     )
     hardware = _with_actor(hardware, first, measured, most_s=min(most_actor_s, _MOST_ACTOR_S))
-    return _with_contention(hardware, others) if others else hardware
+    return _with_contention(hardware, first, others) if others else hardware
 
 
 def _engine_times(events: Sequence[Event]) -> EngineTimes:
@@ -182,15 +184,21 @@ def _with_actor(hardware: Hardware, run: ObservedRun, measured: Measured, *, mos
     return of((low + high) / 2)
 
 
-def _with_contention(hardware: Hardware, runs: Sequence[ObservedRun]) -> Hardware:
+def _with_contention(hardware: Hardware, first: ObservedRun, runs: Sequence[ObservedRun]) -> Hardware:
     """Fit how much engine and trainer slow each other down when both are busy.
 
-    `runs` are runs in which both work at once; their times are compared with those of `hardware`.
+    `runs` are runs in which both work at once; their times are compared with those of `hardware`, which the `first` run
+    showed. If each had more threads in the first run, they are slower in the others all the time.
     """
     # Each iteration simulates with the current factors, to find when engine and trainer both work. Two iterations are
     # enough.
     engine = [_busy_s(run.events, _engine_times(run.events)) / _busy_s(run.events, hardware.engine) for run in runs]
     trainer = [_trainer_times(run).token_s / hardware.trainer.token_s for run in runs]
+    if all(run.threads < first.threads for run in runs):
+        return replace(
+            hardware,
+            contention=Contention(engine=max(1.0, fmean(engine)), trainer=max(1.0, fmean(trainer)), apart=True),
+        )
     found = hardware
     for _ in range(2):
         predictions = [simulate(replace(run.setting, steps=_TRIED_STEPS), found) for run in runs]

@@ -94,7 +94,7 @@ def observed(run_dir: Path, changes: Sequence[str] = ()) -> ObservedRun:
         filtered=filtered / (trained + filtered) if filtered else 0.0,
         lag_cost=next((float(step["lag_cost"]) for step in reversed(history.steps) if "lag_cost" in step), None),
     )
-    return ObservedRun(events=events, setting=setting)
+    return ObservedRun(events=events, setting=setting, threads=config.launch.threads)
 
 
 def _refuse_unknown(config: RunConfig) -> None:

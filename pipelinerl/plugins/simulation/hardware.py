@@ -66,10 +66,15 @@ class ControlTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contention:
-    """Factors, at least 1, by which engine and trainer slow down while the other computes on the same processors."""
+    """Factors, at least 1, by which engine and trainer slow down while the other computes on the same processors.
+
+    If they are kept `apart`, with lag each has a part of the processors to itself, so the factors always apply; on
+    policy they take turns, and each has all processors.
+    """
 
     engine: float = 1.0
     trainer: float = 1.0
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,7 @@ class SimulatedSetting:
         auto_j: whether the run chooses j; otherwise it is that of `bounds`.
         steps_ahead: the number of steps whose rollouts are in flight; None: the run chooses it (`LagRule`).
         lag_cost: share of a step's learning that a version of lag costs; None: the objective does not correct for lag.
+        misjudged: the cost of lag as the run estimates it ÷ its true cost.
         oversample: limit on the number of groups ordered for each group needed, to make up for filtered ones.
         filtered: share of the groups that are filtered out and therefore not trained on.
         shift: a change of lengths, trainer or engines in the middle of the run.
@@ -65,6 +66,7 @@ class SimulatedSetting:
     auto_j: bool = False
     steps_ahead: float | None = None
     lag_cost: float | None = None
+    misjudged: float = 1.0
     shift: Shift | None = None
 
     @property

@@ -22,15 +22,15 @@ from typing import Final, NamedTuple
 from pipelinerl import rng
 from pipelinerl.actor.freshness import can_be_fresh
 from pipelinerl.controller.state.issued_ledger import FilteredShare
-from pipelinerl.controller.state.lag import LagRule, StepFigures, largest_j
+from pipelinerl.controller.state.lag import LagRule, StepFigures, Turns, largest_j
 from pipelinerl.objective.tokens import LAG_LOSS
 from pipelinerl.observability.status import LedgerStatus
 from pipelinerl.plugins.simulation.actors import Agenda, SimulatedActors, SimulatedTrainer
 from pipelinerl.plugins.simulation.engine import SimulatedEngine, SimulatedGroup, WaitingGroups
-from pipelinerl.plugins.simulation.hardware import Hardware
+from pipelinerl.plugins.simulation.hardware import Contention, Hardware
 from pipelinerl.plugins.simulation.prediction import FILLS, Prediction, SimulatedStep, cost, staleness_of
 from pipelinerl.plugins.simulation.setting import Shift, SimulatedSetting, drawing
-from pipelinerl.staleness import StalenessBounds
+from pipelinerl.staleness import LOCKSTEP, StalenessBounds
 
 #: Interval in seconds at which actors poll the current version (`REFRESH_S` of the actor's role).
 POLL_S: Final = 0.5
@@ -110,6 +110,8 @@ class _Run:
         self._chance = rng.generator(setting.seed, "simulation", "filtered")
         # state of the simulated controller
         self._counts, self._filtered_share, self._lag = _Counts(), FilteredShare(), LagRule()
+        if self._may_take_turns:
+            self._lag.turns = Turns.first()
         self._version = self._loaded = self._waiting_groups = self._filtered_since_step = 0
         self._left_over = 0
         self._queued = self._least_queued = 0
@@ -124,6 +126,8 @@ class _Run:
         self._held_since: float | None = None
         self._made = self._publishing = self._to_commit = 0
         self._busy_engines = 0
+        # seconds of busy processors since the last step was reported, as a share of all processors
+        self._busy_s = self._busy_since = self._counted_at = 0.0
         self.steps: list[SimulatedStep] = []
         self._marked = self._mark()
 
@@ -152,7 +156,7 @@ class _Run:
             * self._filtered_share.expected(counts.in_flight, waiting=self._waiting_groups, most=setting.oversample),
             per_step=setting.rollouts_per_step,
             sampled_at_once=setting.sampled_at_once,
-            ahead=setting.steps_ahead or self._lag.steps,
+            ahead=setting.steps_ahead or self._lag.ahead,
         ):
             now, size = self._agenda.now, setting.group_size
             counts.until(now)
@@ -164,8 +168,10 @@ class _Run:
 
     @property
     def _bounds(self) -> StalenessBounds:
-        setting = self._setting
-        return StalenessBounds(self._lag.j, setting.bounds.k) if setting.auto_j else setting.bounds
+        setting, lag = self._setting, self._lag
+        if not setting.auto_j:
+            return setting.bounds
+        return StalenessBounds(1 if lag.turns.are_taken else lag.j, setting.bounds.k)
 
     def _ended(self, groups: Sequence[SimulatedGroup]) -> None:
         now, counts = self._agenda.now, self._counts
@@ -210,9 +216,17 @@ class _Run:
             queued=self._least_queued / setting.rollouts_per_step,
             ess=None if cost is None else max(0.0, 1 - cost * (age - 1) / LAG_LOSS),
             age=age,
+            seconds=step.ended - (self.steps[-2].ended if len(self.steps) > 1 else 0.0),
+            busy=self._busy_share() if self._may_take_turns else None,
         )
         most_j = largest_j(setting.bounds.k) if setting.auto_j else 1
-        self._lag.note_step(figures, most=most / setting.rollouts_per_step, most_j=most_j, loss=LAG_LOSS)
+        had_all = self._has_all_processors
+        self._lag.note_step(
+            figures, most=most / setting.rollouts_per_step, most_j=most_j, loss=LAG_LOSS * setting.misjudged
+        )
+        if self._has_all_processors != had_all:
+            self._slow_trainer()
+            self._slow_engines()
 
     def _apply(self, shift: Shift) -> None:
         """Change the run's conditions; groups on lost engines are requested again from the others."""
@@ -262,6 +276,7 @@ class _Run:
         if stamp != engine.stamp:
             return
         was_busy, begun = engine.is_busy, engine.begun
+        self._count_busy()
         news = engine.fire(self._agenda.now)
         self._queued -= engine.begun - begun
         self._least_queued = min(self._least_queued, self._queued)
@@ -333,6 +348,7 @@ class _Run:
         self._batch, self._left_over = batch, len(self._groups)
         tokens = sum(group.tokens + setting.prompt_tokens * group.size for group in batch)
         times = self._hardware.trainer
+        self._count_busy()
         self._trainer.begin(times.step_s(tokens, epochs=setting.epochs, optimizer_steps=setting.optimizer_steps))
         self._slow_trainer()
         self._slow_engines()
@@ -345,6 +361,8 @@ class _Run:
         return dropped
 
     def _computed(self) -> None:
+        self._count_busy()
+        self._trainer.is_computing = False
         self._slow_engines()
         self._held_since = self._agenda.now
         if not self._publishing:
@@ -389,14 +407,43 @@ class _Run:
 
     # --- shared processors -----------------------------------------------------------------------------------------
 
+    @property
+    def _may_take_turns(self) -> bool:
+        return self._setting.auto_j and self._hardware.contention != Contention()
+
+    @property
+    def _has_all_processors(self) -> bool:
+        """True if engines and trainer take turns, so that each has all processors while it computes."""
+        return self._setting.bounds.k == LOCKSTEP or (self._lag.turns.are_taken and self._lag.turns.have_begun)
+
+    def _slowness(self) -> tuple[float, float]:
+        """Return the factors by which engines and trainer are slower now than with all processors."""
+        factors = self._hardware.contention
+        apart = factors.apart and not self._has_all_processors
+        engine = factors.engine if apart or self._trainer.is_computing else 1.0
+        return engine, factors.trainer if apart or self._busy_engines else 1.0
+
+    def _count_busy(self) -> None:
+        """Add the time since the last call to the seconds of busy processors; call this before anything changes."""
+        now, (engine, trainer) = self._agenda.now, self._slowness()
+        share = self._busy_engines / len(self._engines) / engine + self._trainer.is_computing / trainer
+        self._busy_s += (now - self._busy_since) * share
+        self._busy_since = now
+
+    def _busy_share(self) -> float:
+        """Return the share of the processors that were busy since the last call."""
+        self._count_busy()
+        seconds, self._counted_at = self._agenda.now - self._counted_at, self._agenda.now
+        share, self._busy_s = self._busy_s / max(seconds, 1e-9), 0.0
+        return share
+
     def _slow_trainer(self) -> None:
-        self._trainer.slow(self._hardware.contention.trainer if self._busy_engines else 1.0)
+        self._trainer.slow(self._slowness()[1])
 
     def _slow_engines(self) -> None:
-        slowed = self._hardware.contention.engine
-        if slowed == 1.0:
+        if self._hardware.contention.engine == 1.0:
             return
-        factor = slowed if self._trainer.is_computing else 1.0
+        factor = self._slowness()[0]
         for place, engine in enumerate(self._engines):
             engine.slow(factor, self._agenda.now)
             self._plan(place)
@@ -441,7 +488,7 @@ class _Run:
             staleness_mean=sum(age * share for age, share in ages.items()),
             discarded=(counts.stale_tokens - before.stale_tokens) / max(1, counts.ended_tokens - before.ended_tokens),
             learning=sum(s.learning for s in steps) / len(steps),
-            ahead=self._setting.steps_ahead or self._lag.steps,
+            ahead=self._setting.steps_ahead or self._lag.ahead,
             j=self._bounds.j,
             mean_length=tokens / rollouts,
             order_s=(counts.ended_after - before.ended_after) / ended if ended else 0.0,

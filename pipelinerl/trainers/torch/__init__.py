@@ -13,4 +13,5 @@ COMPONENT: Final = TrainerComponent(
     check="pipelinerl.trainers.torch.findings:findings",
     replays_routing=True,
     casts=True,
+    use_threads="torch:set_num_threads",
 )

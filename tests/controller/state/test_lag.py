@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from pipelinerl.controller.state.lag import LagRule, StepFigures
+from pipelinerl.controller.state.lag import LagRule, StepFigures, Turns
 
 
 def noted(rule, *, steps=1, most=32.0, most_j=4, **figures):
@@ -114,3 +114,60 @@ def test_sentence_says_what_lag_gains_and_costs_and_why_j_is_what_it_is():
     noted(rule, waited=1.0, age=3.0, most=3.0, steps=2)
     assert "and k or groups_in_flight allows no more; j = 4: set by the user" in rule.why(j=4)
     assert "and nothing shows what it costs" in rule.why(j=4, is_priced=False)
+
+
+def took(rule, seconds, *, steps=1, busy=0.9, age=1.0, **figures):
+    noted(rule, steps=steps, seconds=seconds, busy=busy, age=age, **figures)
+    return rule.turns
+
+
+def test_run_on_shared_processors_begins_with_turns_and_keeps_lag_if_its_steps_are_shorter():
+    rule = begun(turns=Turns.first())
+    assert rule.ahead == 1
+    assert took(rule, 10.0, steps=3).are_taken
+    assert not took(rule, 10.0).are_taken, "after the first step, three show how long turns take"
+    assert rule.ahead == 2
+    assert took(rule, 8.0, steps=5, age=2.0).before is None
+    assert not took(rule, 8.0, steps=50, age=2.0).are_taken
+    assert rule.why(j=None).startswith("lag 2.0")
+
+
+def test_run_on_shared_processors_returns_to_turns_if_lag_does_not_pay_and_says_why():
+    rule = begun(turns=Turns.first())
+    took(rule, 10.0, steps=4)
+    turns = took(rule, 9.95, steps=5, age=2.0)
+    assert turns.are_taken, "9.95 s with lag teach as much as 10.05 s without it"
+    assert not turns.have_begun
+    assert not took(rule, 9.9, age=2.0).have_begun, "it still trains what was sampled with lag"
+    assert took(rule, 9.9).have_begun
+    took(rule, 10.0, steps=5)
+    assert rule.ahead == 1
+    assert rule.why(j=None) == (
+        "on policy: engines and trainer take turns, each with all processors: a step takes 10 s, with lag 10 s"
+    )
+    assert took(rule, 10.0, steps=40).are_taken, "what lag was seen to take is no promise"
+    assert not took(rule, 10.0, steps=8, busy=0.6).are_taken, "processors became idle that lag could use"
+
+
+def test_lag_is_judged_only_once_it_has_stopped_growing():
+    rule = LagRule(any_trained=True, turns=Turns.first())
+    took(rule, 10.0, steps=4)
+    assert not took(rule, 12.0, steps=9, age=2.0, waited=0.5).are_taken
+    assert rule.steps > 2
+    assert took(rule, 12.0, steps=9, age=2.0).are_taken
+
+
+def test_turns_are_tried_while_processors_are_idle_and_ended_at_once_if_they_are_hopeless():
+    rule = begun()
+    assert not took(rule, 10.0, steps=40, busy=1.0).are_taken, "no processor is idle"
+    turns = took(rule, 10.0, steps=8, busy=0.6)
+    assert turns.are_taken
+    took(rule, 10.0)
+    assert not took(rule, 21.0).are_taken
+    assert not took(rule, 10.0, steps=300, busy=0.6).are_taken
+
+
+def test_rule_without_shared_processors_takes_no_turns():
+    rule = begun()
+    noted(rule, steps=100, seconds=10.0, age=2.0)
+    assert rule.turns == Turns()

@@ -42,6 +42,22 @@ def test_resumed_run_warns_if_a_knob_that_was_changed_live_differs_from_the_reci
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "host", "shares"),
+    [
+        ([], "127.0.0.1", True),
+        (["staleness.mode=on_policy"], "127.0.0.1", False),
+        (["engine.device=cuda"], "127.0.0.1", False),
+        (["trainer.type=jax"], "127.0.0.1", False),
+        ([], "0.0.0.0", False),
+    ],
+)
+def test_engines_and_trainer_may_take_turns_only_if_they_share_this_machines_cores(changes, host, shares, monkeypatch):
+    monkeypatch.setattr(controller_role, "usable_cores", lambda: (0, 1))
+    base = ["staleness.mode=auto", "engine.device=cpu", "trainer.device=cpu"]
+    assert controller_role.shared_cores(load("tiny", [*base, *changes]), host) == ((0, 1) if shares else ())
+
+
 @pytest.fixture
 def redis_url(tmp_path):
     with EmbeddedRedis(tmp_path / "server") as server:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -186,6 +187,7 @@ async def room(
     overdue_s=None,
     objective="grpo",
     samples=None,
+    use_cores=lambda cores: None,
 ):
     model = tmp_path / "model"
     BigramModel.random(7, seed=0).save(model)
@@ -211,6 +213,7 @@ async def room(
         restored=restored,
         at=steps.append,
         samples=samples,
+        use_cores=use_cores,
     )
     made = Surroundings(stream, engines, store, loop, trainer, steps)
     made.task = asyncio.create_task(loop.run())
@@ -696,6 +699,20 @@ async def test_trainer_keeps_waiting_for_rollouts_past_its_deadline_as_long_as_m
             await made.until(lambda before=before: taken_in(made.loop) != before)
         await made.roll_out(4, 5, 6, 7)
         assert (await made.wait_for(StepDone)).consumed.trained == 4
+
+
+async def test_trainer_computes_on_the_cores_of_its_directives_on_its_own_thread(tmp_path):
+    used = []
+    async with room(tmp_path, use_cores=lambda cores: used.append((cores, threading.current_thread().name))) as made:
+        await made.begin()
+        for step, cores in enumerate(([], [0, 1], []), 1):
+            await made.roll_out(2 * step - 2, 2 * step - 1)
+            await made.wait_for(StepDone, step)
+            await made.say(f"e1-step-{step}", cores=cores)
+        await made.say("knobs-1", stop=True)
+        await ended(made)
+    assert [cores for cores, _ in used] == [[], [0, 1], []]
+    assert {name.partition("_")[0] for _, name in used} == {"trainer"}
 
 
 async def test_learning_rate_of_a_step_is_the_knobs_value_times_the_schedules_factor(tmp_path):

@@ -258,7 +258,7 @@ class Controller:
             queued=self._expected_rollouts(out, rollouts),
             per_step=self.state.knobs.rollouts_per_step,
             sampled_at_once=self._sampled_at_once,
-            ahead=1.0 if self._is_unpriced else self._ahead,
+            ahead=self._ahead,
         ):
             index = self.state.account.next_index()
             order = training_order(
@@ -291,15 +291,18 @@ class Controller:
         """Estimate how many of the `rollouts` in flight (from `out` prompt orders) will be trained and not filtered."""
         knobs, most = self.state.knobs, self.settings.oversample
         if most is None:
-            most = OVERSAMPLED if knobs.k > (knobs.j or 1) and not self._is_unpriced else 1.0
+            most = OVERSAMPLED if knobs.k > (knobs.j or 1) and self._ahead > 1 else 1.0
         waiting = int(self.state.trainer.last_step.get("waiting_groups", 0))
         groups = self.state.filtered_share.expected(out, waiting=waiting, most=most)
         return rollouts * groups // out if out else 0
 
     @property
     def _ahead(self) -> float:
+        """The number of steps whose rollouts are to be in flight; 1 on policy."""
         lag = self.state.lag
-        return lag.ahead if self.state.knobs.j is None else lag.steps
+        if self.state.knobs.j is not None:
+            return lag.steps
+        return 1.0 if self._is_unpriced else lag.ahead
 
     def _note_lag(self, figures: Mapping[str, float], *, queued: int, busy: float | None) -> None:
         """Adapt the lag (`LagRule`) after a training step.

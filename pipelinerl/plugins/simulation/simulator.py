@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -78,15 +78,25 @@ def simulate(setting: SimulatedSetting, hardware: Hardware) -> Prediction:
     return run.prediction()
 
 
-def simulated_steps(setting: SimulatedSetting, hardware: Hardware) -> Sequence[SimulatedStep]:
-    """Return every step of a simulated run, in order. Raises ValueError if the run deadlocks."""
-    run = _Run(setting, hardware)
+#: Trains on a step's groups and returns the effective sample size of their weights; groups know their `versions`.
+Learner = Callable[[Sequence[SimulatedGroup]], float]
+
+
+def simulated_steps(
+    setting: SimulatedSetting, hardware: Hardware, learner: Learner | None = None
+) -> Sequence[SimulatedStep]:
+    """Return every step of a simulated run, in order. Raises ValueError if the run deadlocks.
+
+    A `learner` makes each step a real one, of which only the time is simulated. It then shows the run what lag costs.
+    """
+    run = _Run(setting, hardware, learner)
     run.to_its_end()
     return run.steps
 
 
 class _Run:
-    def __init__(self, setting: SimulatedSetting, hardware: Hardware) -> None:
+    def __init__(self, setting: SimulatedSetting, hardware: Hardware, learner: Learner | None = None) -> None:
+        self._learner, self._ess = learner, None if learner is None else 1.0
         self._setting, self._hardware, self._control = setting, hardware, hardware.control
         self._agenda = agenda = Agenda()
         self._engines = [
@@ -208,13 +218,15 @@ class _Run:
         )
         step_s, ages = max(step.compute_s + step.publish_wait_s, 1e-9), step.staleness
         age = sum(age * count for age, count in ages.items()) / sum(ages.values())
-        cost = setting.lag_cost
+        cost, ess = setting.lag_cost, self._ess
+        if ess is None and cost is not None:
+            ess = max(0.0, 1 - cost * (age - 1) / LAG_LOSS)
         figures = StepFigures(
             waited=step.wait_s / step_s,
             held=step.publish_wait_s / step_s,
             left_over=self._left_over * setting.group_size / setting.rollouts_per_step,
             queued=self._least_queued / setting.rollouts_per_step,
-            ess=None if cost is None else max(0.0, 1 - cost * (age - 1) / LAG_LOSS),
+            ess=ess,
             age=age,
             seconds=step.ended - (self.steps[-2].ended if len(self.steps) > 1 else 0.0),
             busy=self._busy_share() if self._may_take_turns else None,
@@ -375,6 +387,8 @@ class _Run:
         ages: Counter[int] = Counter()
         for group in self._batch:
             ages.update({self._made - version: answers for version, answers in group.versions.items()})
+        if self._learner is not None:
+            self._ess = self._learner(self._batch)
         tokens = sum(group.tokens for group in self._batch)
         self._counts.ended_tokens += tokens
         rollouts, cost = ages.total(), self._setting.lag_cost or 0.0

@@ -20,6 +20,7 @@ from pipelinerl.controller.state.inputs_and_effects import (
     Ticked,
 )
 from pipelinerl.controller.state.issued_ledger import FilteredShare, SentOrder
+from pipelinerl.controller.state.lag import Turns
 from pipelinerl.controller.state.run_state import RunPhase
 from pipelinerl.enums import Overdue, Pin, StalenessScope
 from pipelinerl.errors import RecipeError
@@ -447,6 +448,23 @@ def test_auto_is_on_policy_unless_the_objective_corrects_for_lag(loss):
     groups_per_step = 2
     assert (max(seen) == groups_per_step) == (loss is None)
     assert ("on policy: nothing in the objective corrects for lag" in run.controller.lag_sentence()) == (loss is None)
+
+
+@pytest.mark.parametrize("j", [None, 1])
+def test_trainer_and_engines_get_all_cores_while_they_take_turns_on_policy(j):
+    run = World(controller(j=j, k=64.0, oversample=None, evaluation_problems=0), random.Random(0))
+    run.controller.settings = replace(run.controller.settings, lag_loss=1.5, cores=(0, 3))
+    run.controller.state.lag.turns = Turns.first()
+    run.begin()
+    seen = set()
+    while run.version < 8:
+        run.act()
+        seen.add(run.controller.state.account.in_flight)
+    directive = run.controller._directive("x")
+    groups_per_step = 2
+    assert (max(seen), directive.cores) == ((groups_per_step, [0, 3]) if j is None else (max(seen), []))
+    run.controller.state.lag.turns = Turns(are_taken=True, have_begun=False)
+    assert run.controller._directive("x").cores == [], "what was sampled with lag is still trained"
 
 
 def test_invalid_patch_changes_no_knob():

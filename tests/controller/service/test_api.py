@@ -1,6 +1,7 @@
 """Tests of the controller's routes with a running service: their effects and their errors."""
 
 import asyncio
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -11,6 +12,7 @@ from pipelinerl.controller.service.api import MOST_SERVICES, create_api
 from pipelinerl.controller.service.journal import JOURNAL, Journal
 from pipelinerl.controller.service.service import VerifierLeases
 from pipelinerl.controller.state.inputs_and_effects import EngineRegistered
+from pipelinerl.controller.state.lag import Turns
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.messages import DIRECTIVES
 from pipelinerl.observability.events import EventLog
@@ -147,6 +149,19 @@ async def test_engines_of_a_large_fleet_renew_their_registrations_less_often(run
         run.state.fleet.join(f"http://10.0.0.1:{9000 + number}", "1")
     answer = await http.post("/engines", json={"url": "http://10.0.0.1:9000", "incarnation": "1"})
     assert answer.json() == {"state": "joining", "again_s": 2 * OFFER_S}
+
+
+async def test_engine_learns_soon_on_which_cores_it_takes_turns_with_the_trainer(run, http):
+    offer = {"url": ENGINE, "incarnation": "1"}
+    run.controller.settings = replace(run.controller.settings, cores=(0, 1))
+    run.controller.state.knobs = replace(run.controller.state.knobs, j=None)
+    run.controller.state.lag.turns = Turns.first()
+    await http.post("/engines", json=offer)
+    assert (await http.post("/engines", json=offer)).json() == {
+        "state": "joining", "again_s": OFFER_S / 4, "cores": [0, 1]
+    }  # fmt: skip
+    run.controller.state.lag.turns = Turns()
+    assert "cores" not in (await http.post("/engines", json=offer)).json()
 
 
 def from_host(run, host):

@@ -298,6 +298,15 @@ async def test_stream_yields_each_token_and_closing_the_stream_frees_its_batch_r
 # --- weight updates ----------------------------------------------------------------------------------------------
 
 
+async def test_call_between_steps_runs_once_on_the_thread_that_computes(engine, gate):
+    task, calls = await _started(engine, gate, _ask(7, max_tokens=12)), []
+    engine.between_steps(lambda: calls.append(threading.current_thread().name))
+    await _steps(engine, gate, 3)
+    assert calls == ["decode"]
+    gate.open()
+    await task
+
+
 async def _commit(engine, on_update, version=1):
     task = asyncio.create_task(engine.commit(version=version, epoch=0, on_update=on_update))
     await asyncio.sleep(0)

@@ -224,3 +224,14 @@ def test_large_bound_k_neither_slows_a_run_down_nor_ages_its_rollouts(answer_s):
     for k in (16, 32):
         assert runs[k].step_s == pytest.approx(runs[8].step_s, rel=0.02)
         assert runs[k].staleness_mean == pytest.approx(runs[8].staleness_mean, abs=0.5)
+
+
+@pytest.mark.parametrize(("lengths", "turns"), [(FixedLengths(30), True), (HeavyTailedLengths(20.0, 0.9, 200), False)])
+def test_simulated_auto_takes_turns_on_shared_cores_unless_lag_saves_more(lengths, turns):
+    """Answers of one length end together, so lag saves nothing; heavy tails leave the cores idle on policy."""
+    shared = replace(BALANCED, contention=Contention(engine=2.0, trainer=2.0, apart=True))
+    chosen = setting(1, 64, lengths=lengths, auto_j=True, lag_cost=0.02, steps=60)
+    run = simulate(chosen, shared)
+    assert (run.ahead == 1) is turns
+    fixed = [simulate(setting(1, k, lengths=lengths, steps=60), shared) for k in (1, 2, 8)]
+    assert run.steps_per_hour > 0.93 * max(each.steps_per_hour for each in fixed)

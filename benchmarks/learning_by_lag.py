@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 from benchmarks.measure import Row, bootstrap_median, report
 from benchmarks.simulated_grid import FIXED, Cell, run_of
 from pipelinerl import rng
-from pipelinerl.models.bigram import BigramModel
 from pipelinerl.numerics.logprobs import log_softmax
 from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
+from pipelinerl.plugins.bigram.model import BigramModel
+from pipelinerl.plugins.bigram.trainer import BigramTrainer
 from pipelinerl.plugins.simulation.engine import SimulatedGroup
 from pipelinerl.plugins.simulation.simulator import simulated_steps
-from pipelinerl.trainers.bigram.trainer import BigramTrainer
 from pipelinerl.training.batch import BatchRules, build
 from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.step import Step

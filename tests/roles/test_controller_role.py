@@ -19,7 +19,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.messages import REPORTS, ROLLOUTS, ActorAlive, encode
 from pipelinerl.observability.events import read_events
 from pipelinerl.plugins.bigram.model import BigramModel
-from pipelinerl.roles import controller_role, resumed_run
+from pipelinerl.roles import controller_role, new_controller, resumed_run
 from pipelinerl.roles.new_controller import build_controller, overruled
 from pipelinerl.roles.process import Identity
 from pipelinerl.roles.wiring import checkpoints_of, knobs_of
@@ -53,9 +53,9 @@ def test_resumed_run_warns_if_a_knob_that_was_changed_live_differs_from_the_reci
     ],
 )
 def test_engines_and_trainer_may_take_turns_only_if_they_share_this_machines_cores(changes, host, shares, monkeypatch):
-    monkeypatch.setattr(controller_role, "usable_cores", lambda: (0, 1))
+    monkeypatch.setattr(new_controller, "usable_cores", lambda: (0, 1))
     base = ["staleness.mode=auto", "engine.device=cpu", "trainer.device=cpu"]
-    assert controller_role.shared_cores(load("tiny", [*base, *changes]), host) == ((0, 1) if shares else ())
+    assert new_controller.shared_cores(load("tiny", [*base, *changes]), host) == ((0, 1) if shares else ())
 
 
 @pytest.fixture

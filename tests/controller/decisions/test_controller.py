@@ -452,18 +452,16 @@ def test_auto_is_on_policy_unless_the_objective_corrects_for_lag(loss):
 
 @pytest.mark.parametrize("j", [None, 1])
 def test_trainer_and_engines_get_all_cores_while_they_take_turns_on_policy(j):
-    run = World(controller(j=j, k=64.0, oversample=None, evaluation_problems=0), random.Random(0))
-    run.controller.settings = replace(run.controller.settings, lag_loss=1.5, cores=(0, 3))
-    run.controller.state.lag.turns = Turns.first()
+    settings = {"lag_loss": 1.5, "cores": (0, 3)}
+    run = World(controller(j=j, k=64.0, oversample=None, evaluation_problems=0, **settings))
+    run.state.lag.turns = Turns.first()
     run.begin()
     seen = set()
-    while run.version < 8:
-        run.act()
-        seen.add(run.controller.state.account.in_flight)
-    directive = run.controller._directive("x")
-    groups_per_step = 2
-    assert (max(seen), directive.cores) == ((groups_per_step, [0, 3]) if j is None else (max(seen), []))
-    run.controller.state.lag.turns = Turns(are_taken=True, have_begun=False)
+    run.play(lambda: run.version >= 8, between=lambda: seen.add(run.state.account.in_flight))
+    groups_per_step, takes_turns = 2, j is None
+    assert (max(seen) == groups_per_step) is takes_turns
+    assert run.controller._directive("x").cores == ([0, 3] if takes_turns else [])
+    run.state.lag.turns = Turns(are_taken=True, have_begun=False)
     assert run.controller._directive("x").cores == [], "what was sampled with lag is still trained"
 
 

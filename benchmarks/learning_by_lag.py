@@ -11,18 +11,17 @@ The best fixed arm of a cell is the one with the least median time on other seed
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.measure import Row, bootstrap_median, report
+from benchmarks.measure import Row, bootstrap_median, print_table, read_record, write_record
 from benchmarks.simulated_grid import FIXED, Cell, run_of
 from pipelinerl import rng
 from pipelinerl.numerics.logprobs import log_softmax
@@ -136,22 +135,42 @@ class Learner:
 
 
 def run(quick: bool = False, *, seeds: Sequence[int] = range(_SEEDS)) -> None:
-    """Train each arm with each seed in each cell; print and record the seconds to the target."""
+    """Train each arm with each seed in each cell; print and record the seconds to the target.
+
+    Cells in the record are kept.
+    """
     seeds = list(seeds)[: 2 if quick else None]
-    rows, cells = [], []
+    kept = [] if quick else read_record("learning_by_lag").get("cells", [])
+    cells = [each for each in kept if each["cell"] in map(list, CELLS)]
     for cell in CELLS[: 1 if quick else None]:
-        name = ", ".join(map(str, cell))
-        choosing = {arm: [seconds_to(cell, arm, seed) for seed in _CHOOSING[: len(seeds)]] for arm in FIXED}
-        best = min(FIXED, key=lambda arm, of=choosing: median(of[arm]))
-        arms = list(dict.fromkeys(["auto", "on policy", best]))
-        taken = {arm: [seconds_to(cell, arm, seed) for seed in seeds] for arm in arms}
-        ratios = {arm: bootstrap_median(np.divide(taken["auto"], taken[arm])) for arm in arms[1:]}
-        rows += [Row(f"{name}: auto ÷ {arm}", each, "<= 1.05", each.low <= 1.05) for arm, each in ratios.items()]
-        shown = {arm: each.as_dict() for arm, each in ratios.items()}
-        cells.append({"cell": list(cell), "best": best, "choosing": choosing, "seconds": taken, "ratios": shown})
-        print(f"{name}: best fixed {best}: {ratios}", file=sys.stderr, flush=True)
-    title = f"seconds to a held-out reward of {TARGET:g}, {len(seeds)} seeds: on policy and best fixed arm"
-    report("learning_by_lag", rows, {"seeds": seeds, "cells": cells}, quick=quick, title=title)
+        if list(cell) not in [each["cell"] for each in cells]:
+            cells.append(compared(cell, seeds))
+            write_record("learning_by_lag", {"cells": cells}, quick=quick)
+    rows = [
+        Row(f"{', '.join(map(str, each['cell']))}: auto ÷ {arm}", ratio, "<= 1.05", ratio.low <= 1.05)
+        for each in cells
+        for arm, ratio in ((arm, bootstrap_median(values)) for arm, values in each["ratios"].items())
+    ]
+    print_table(f"seconds to a held-out reward of {TARGET:g}: auto ÷ on policy, and ÷ the best fixed arm", rows)
+
+
+def compared(cell: Cell, seeds: Sequence[int]) -> dict[str, Any]:
+    """Return a cell's best fixed arm by other seeds, and the ratios of auto to that arm and to on policy by seed."""
+    choosing = {arm: [seconds_to(cell, arm, seed) for seed in _CHOOSING[: len(seeds)]] for arm in FIXED}
+    best = min(FIXED, key=lambda arm: median(choosing[arm]))
+    auto = [seconds_to(cell, "auto", seed) for seed in seeds]
+    ratios = {
+        arm: [ours / seconds_to(cell, arm, seed) for ours, seed in zip(auto, seeds, strict=True)]
+        for arm in dict.fromkeys(["on policy", best])
+    }
+    return {
+        "cell": list(cell),
+        "seeds": list(seeds),
+        "best": best,
+        "choosing": choosing,
+        "auto": auto,
+        "ratios": ratios,
+    }
 
 
 def seconds_to(cell: Cell, arm: str, seed: int, *, steps: int = STEPS) -> float:

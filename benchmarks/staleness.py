@@ -11,17 +11,15 @@ An engine's weights are at most j versions old, and a trained token at most k.
 
 The objective is REINFORCE per token with the group's mean as baseline, so only the importance weight depends on a
 token's age: it is 1 in the arms `plain`, and min(π / μ, 2) in the arms `TIS-2` (Yao et al. 2025; ClipHigher in RLAX's
-table). No target is set. `--plot` draws docs/pictures/staleness.png. Compare rewards by samples, since seconds depend
-on the machine.
+table). No target is set.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from benchmarks.arms import PICTURES, Column, Figures, Job, figures_of, measured, panels, recorded, table
+from benchmarks.arms import Column, Job, figures_of, measured, table
 
 RECIPE: Final = "tiny"
 BOUNDS: Final = ((1, 1), (1, 2), (1, 8), (4, 8), (16, 16), (16, 32))
@@ -57,25 +55,3 @@ def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2)) -> None:
     ]
     runs = measured("staleness", jobs, figures_of, quick=quick)
     print(f"\nstaleness: the {RECIPE} recipe; mean over the seeds [lowest, highest]\n{table(runs, COLUMNS)}")
-
-
-def plot(runs: Sequence[Figures] | None = None, path: Path = PICTURES / "staleness.png") -> Path:
-    """Draw four panels: reward over samples without and with importance weights, reward over seconds, and ESS."""
-    rows = recorded("staleness") if runs is None else runs
-    colours = ["#1f2430", "#2f6fed", "#18a999", "#f2a541", "#d1495b", "#8f5bd6"]
-
-    def draw(axes: Sequence[Any]) -> None:
-        shown = (("plain", "by_samples"), ("TIS-2", "by_samples"), ("TIS-2", "by_seconds"), ("TIS-2", "ess_by_step"))
-        for panel, (weight, curve) in zip(axes, shown, strict=True):
-            for (j, k), colour in zip(BOUNDS, colours, strict=True):
-                for number, row in enumerate(each for each in rows if each["arm"] == f"({j}, {k}) {weight}"):
-                    label = None if number else f"j = {j}, k = {k}"
-                    panel.plot(*row[curve], color=colour, linewidth=1.1, alpha=0.85, label=label)
-        plain, weighed, seconds, ess = axes
-        plain.set(title="Training reward, no weights", xlabel="rollouts trained")
-        plain.legend(frameon=False, fontsize=8)
-        weighed.set(title="Training reward, min(π/μ, 2)", xlabel="rollouts trained", ylim=plain.get_ylim())
-        seconds.set(title="Training reward, min(π/μ, 2)", xlabel="seconds of training", ylim=plain.get_ylim())
-        ess.set(title="Effective sample size, min(π/μ, 2)", xlabel="step")
-
-    return panels(path, draw)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.staleness import ARMS, RECIPE, plot
+from benchmarks.staleness import ARMS, RECIPE
 from pipelinerl.config.recipe import load
 from pipelinerl.objective.presets import resolve
 
@@ -36,9 +36,3 @@ def test_runs_of_the_staleness_benchmark_differ_only_in_staleness_bounds_and_obj
         for config in (load(RECIPE, changes) for changes in ARMS.values())
     ]
     assert all(config == recipe for config in same)
-
-
-def test_staleness_plot_is_written_as_png(tmp_path):
-    curve = ((0.0, 1.0), (0.2, 0.4))
-    runs = [{"arm": arm, "by_samples": curve, "by_seconds": curve, "ess_by_step": curve} for arm in ARMS]
-    assert plot(runs, tmp_path / "staleness.png").read_bytes().startswith(b"\x89PNG")

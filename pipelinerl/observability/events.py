@@ -260,7 +260,7 @@ def _records(lines: Iterable[bytes], path: Path) -> Iterator[Event]:
 
 def changes_words(changes: object) -> str:
     """Return changed knobs as text: `k = 8, domain_weights.sums = 2`."""
-    return ", ".join(f"{name} = {value}" for name, value in _flat(changes, "")) if changes else ""
+    return ", ".join(f"{name} = {value}" for name, value in flat_keys(changes)) if changes else ""
 
 
 def sentence(event: Event) -> str:
@@ -284,12 +284,15 @@ def cut(text: object) -> str:
     return shown if len(shown) <= _MOST_TEXT else shown[: _MOST_TEXT - 1] + "…"
 
 
-def _flat(value: object, path: str) -> Iterator[tuple[str, object]]:
+def flat_keys(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted path, value) for each value in nested tables and lists; a table in a list goes by its `name`."""
+    if isinstance(value, list) and value and all(isinstance(each, dict) and "name" in each for each in value):
+        value = {str(each["name"]): each for each in value}
     if not isinstance(value, Mapping):
         yield path, value
         return
     for name, each in value.items():
-        yield from _flat(each, f"{path}.{name}" if path else str(name))
+        yield from flat_keys(each, f"{path}.{name}" if path else str(name))
 
 
 def _whole_length(file: int) -> int:

@@ -236,7 +236,13 @@ def _read(file: BinaryIO, path: Path, question: dict[str, Any], of: type[Answer]
         file.write(first[len(data) :])
         file.flush()
         return []
-    if other := _differing(lines, question):
+    try:
+        logged = json.loads(lines[0])
+    except (ValueError, IndexError):
+        logged = None
+    if logged != question:
+        known = logged if isinstance(logged, dict) else {}
+        other = [name for name in {**question, **known} if name not in known or known[name] != question.get(name)]
         raise UserError(
             f"{path} holds answers to another question (another {', '.join(other)}); name another --out, or remove it"
         )
@@ -245,14 +251,3 @@ def _read(file: BinaryIO, path: Path, question: dict[str, Any], of: type[Answer]
         return [msgspec.json.decode(line, type=of) for line in lines[1:]]
     except msgspec.DecodeError as error:
         raise UserError(f"{path} is damaged: {error}; remove it, or name another --out") from None
-
-
-def _differing(lines: list[bytes], question: dict[str, Any]) -> list[str]:
-    try:
-        logged = json.loads(lines[0])
-    except (ValueError, IndexError):
-        logged = None
-    if logged == question:
-        return []
-    known = logged if isinstance(logged, dict) else {}
-    return [name for name in {**question, **known} if name not in known or known[name] != question.get(name)]

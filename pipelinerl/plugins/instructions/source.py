@@ -81,10 +81,6 @@ def _sentences(noise: np.random.Generator, level: int, _: str) -> dict[str, Any]
     return {"relation": "less than", "num_sentences": _up_to(noise, 2, 6)}
 
 
-def _keyword(noise: np.random.Generator, level: int, _: str) -> dict[str, Any]:
-    return {"keyword": _one(noise, _WORDS), "frequency": _up_to(noise, 1, level + 1), "relation": "at least"}
-
-
 def _letter(noise: np.random.Generator, level: int, _: str) -> dict[str, Any]:
     if noise.integers(2):
         return {
@@ -133,7 +129,11 @@ _DRAWS: Final[Mapping[str, _Draw]] = {
             noise, ("very", "good", "nice", "great", "because", "but", "always", "never"), level + 1
         )
     },
-    "keywords:frequency": _keyword,
+    "keywords:frequency": lambda noise, level, _: {
+        "keyword": _one(noise, _WORDS),
+        "frequency": _up_to(noise, 1, level + 1),
+        "relation": "at least",
+    },
     "keywords:letter_frequency": _letter,
     "length_constraints:nth_paragraph_first_word": _nth_paragraph,
     "length_constraints:number_paragraphs": lambda noise, level, _: {"num_paragraphs": _up_to(noise, 2, 2 + level)},
@@ -189,7 +189,14 @@ def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
         noise = rng.generator(key, "instructions", attempt)
         topic = _one(noise, parameters.topics)
         request = _one(noise, _REQUESTS).format(topic)
-        instructions = _composed(parameters, noise, request)
+        wanted = _up_to(noise, parameters.min_instructions, parameters.max_instructions)
+        chosen: list[str] = []
+        for place in noise.permutation(len(parameters.kinds)):
+            kind = parameters.kinds[int(place)]
+            excluded = any(kind in group and not group.isdisjoint(chosen) for group in _ONE_OF)
+            if len(chosen) < wanted and kind not in chosen and not excluded:
+                chosen.append(kind)
+        instructions = [make_instruction(kind, _DRAWS[kind](noise, parameters.level, request)) for kind in chosen]
         answer = None
         if len(instructions) >= parameters.min_instructions:
             answer = _answer_following(instructions, topic, noise, parameters.sentences)
@@ -205,17 +212,6 @@ def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
         f"{where}.parameters: {_TRIES} tries found no {parameters.min_instructions} of these kinds that can be "
         "combined; lower min_instructions, or choose other kinds"
     )
-
-
-def _composed(parameters: _Parameters, noise: np.random.Generator, request: str) -> list[Instruction]:
-    wanted = _up_to(noise, parameters.min_instructions, parameters.max_instructions)
-    chosen: list[str] = []
-    for place in noise.permutation(len(parameters.kinds)):
-        kind = parameters.kinds[int(place)]
-        excluded = any(kind in group and not group.isdisjoint(chosen) for group in _ONE_OF)
-        if len(chosen) < wanted and kind not in chosen and not excluded:
-            chosen.append(kind)
-    return [make_instruction(kind, _DRAWS[kind](noise, parameters.level, request)) for kind in chosen]
 
 
 _SENTENCES: Final = (

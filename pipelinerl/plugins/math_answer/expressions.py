@@ -114,7 +114,9 @@ def _marked_capital(match: re.Match[str]) -> str:
 
 def _equal(gold: Any, given: Any, gold_text: str, given_text: str) -> bool:
     if gold == given:
-        return _is_finite(gold)
+        undefined = sympy.zoo, sympy.nan
+        is_constant = isinstance(gold, sympy.Expr) and not gold.free_symbols
+        return not (gold.has(*undefined) or (is_constant and gold.doit().has(*undefined)))
     relations = (
         isinstance(gold, sympy.core.relational.Relational),
         isinstance(given, sympy.core.relational.Relational),
@@ -130,12 +132,6 @@ def _equal(gold: Any, given: Any, gold_text: str, given_text: str) -> bool:
     if not names:
         return _equal_constants(gold, given, gold_text, given_text)
     return _agree([(gold, given)], names)
-
-
-def _is_finite(tree: Any) -> bool:
-    return not tree.has(sympy.zoo, sympy.nan) and (
-        bool(tree.free_symbols) or not isinstance(tree, sympy.Expr) or not tree.doit().has(sympy.zoo, sympy.nan)
-    )
 
 
 def _equal_constants(gold: Any, given: Any, gold_text: str, given_text: str) -> bool:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import typer
 
 from pipelinerl.config import recipe as recipes
 from pipelinerl.errors import UserError
+from pipelinerl.observability.events import flat_keys
 from pipelinerl.observability.logs import table_without_secrets
-
-if TYPE_CHECKING:  # not imported at run time, so that `pipelinerl --help` starts quickly
-    pass
-
 
 #: Maximum number of runs that a folder of runs stands for.
 MOST_RUNS: Final = 16
@@ -133,14 +130,3 @@ def differences(recipes: Sequence[Mapping[str, Any]], made: Sequence[Mapping[str
         for path in paths
         if len({msgspec.json.encode(each.get(path)) for each in flat}) > 1
     ]
-
-
-def flat_keys(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) for each value in nested tables and lists; a table in a list goes by its `name`."""
-    if isinstance(value, list) and value and all(isinstance(each, dict) and "name" in each for each in value):
-        value = {str(each["name"]): each for each in value}
-    if not isinstance(value, Mapping):
-        yield path, value
-        return
-    for name, each in value.items():
-        yield from flat_keys(each, f"{path}.{name}" if path else name)

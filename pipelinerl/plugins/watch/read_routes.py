@@ -15,11 +15,12 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from pipelinerl.numerics.causes import Cause
+from pipelinerl.observability.events import flat_keys
 from pipelinerl.observability.run_history import OF_SAMPLER
 from pipelinerl.observability.samples import AnswerRecord, AnswerTokens, SampleGroup, SampleKind, shortened
 from pipelinerl.observability.status import RunStatus
 from pipelinerl.observability.usage import usage_by_role
-from pipelinerl.plugins.watch.compare import differences, flat_keys
+from pipelinerl.plugins.watch.compare import differences
 from pipelinerl.plugins.watch.page.now import overview
 from pipelinerl.plugins.watch.page.sample_index import SampleFilter, SamplePlace, answers_of
 from pipelinerl.plugins.watch.page.step_table import StepRows, plain, plain_columns

@@ -36,6 +36,11 @@ def with_domain(**domain):
     return parse(table | {"domains": [{"name": "d", **domain}]})
 
 
+def said(config, part):
+    """Return the findings of one part of a recipe."""
+    return [text for each, text in findings(config) if each == part]
+
+
 def test_check_warns_that_slow_domains_of_a_mixture_lose_groups_to_staleness():
     two = [{"name": name, "source": "addition"} for name in ("quick", "slow")]
     mixed = to_table(load("tiny", [*QUICK, "engine.context_length=64"])) | {"domains": two}
@@ -168,7 +173,7 @@ def test_check_of_a_gpu_recipe_fails_here_and_passes_for_another_machine():
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
     overrides = ["trainer.device=cuda", "weights.backend=nccl"]
-    (warning,) = [text for part, text in findings(load("tiny", [*QUICK, *overrides])) if part == "warning"]
+    (warning,) = said(load("tiny", [*QUICK, *overrides]), "warning")
     assert warning.startswith("trainer.device, weights.backend need a GPU, and this machine has none; a run here would")
     here = CliRunner().invoke(app, ["check", "tiny", *QUICK, *overrides])
     assert here.exit_code == 1 and "the recipe needs more GPUs than this machine has" in here.output
@@ -287,10 +292,8 @@ def test_check_warns_of_a_tokenizer_with_more_tokens_than_the_model(tmp_path):
     last = max(tokens["added_tokens"], key=lambda token: token["id"])
     tokens["added_tokens"].append(last | {"id": 4000, "content": "<|more|>"})
     (path / "tokenizer.json").write_text(json.dumps(tokens))
-    warnings = [
-        finding for part, finding in findings(load("tiny", [*QUICK, f"model.path={path}"])) if part == "warning"
-    ]
-    assert len(warnings) == 1 and f"the tokenizer of {path} has " in warnings[0] and "refused by engines" in warnings[0]
+    (warning,) = said(load("tiny", [*QUICK, f"model.path={path}"]), "warning")
+    assert f"the tokenizer of {path} has " in warning and "refused by engines" in warning
 
 
 def test_check_rejects_an_engine_or_trainer_that_does_not_fit_the_model_type(tmp_path):
@@ -323,10 +326,7 @@ def test_check_rejects_a_context_in_which_rotary_angles_depend_on_the_texts_leng
 @pytest.mark.parametrize(
     ("domain", "sentence"),
     [
-        (
-            {"source": "zzz"},
-            "domains.d.source must be one of reasoning_gym, addition, files, .*, hub, got 'zzz'",
-        ),
+        ({"source": "zzz"}, "domains.d.source must be one of reasoning_gym, addition, files, .*, hub, got 'zzz'"),
         ({"source": "reasoning_gym:zzz"}, "domains.d: reasoning-gym refuses task 'zzz'"),
         (
             {"source": "reasoning_gym:spell_backward", "parameters": {"zz": 1}},
@@ -357,7 +357,7 @@ def test_check_shows_the_prompt_of_each_domain_as_the_model_sees_it():
         system_prompt="be brief",
         few_shot=[{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}],
     )
-    (shown,) = (text for part, text in findings(config) if part == "prompt")
+    (shown,) = said(config, "prompt")
     messages = training_problems(config).problem(0).messages
     assert [message.role for message in messages] == ["system", "user", "assistant", "user"]
     tokenizer = ChatTokenizer.load(SHIPPED)
@@ -379,7 +379,7 @@ def test_path_of_a_users_source_file_is_relative_to_the_recipe(tmp_path, monkeyp
     )
     monkeypatch.chdir(tmp_path)
     config = load("where/mine.toml")
-    (prompt,) = (text for part, text in findings(config) if part == "prompt")
+    (prompt,) = said(config, "prompt")
     assert re.search(r"<\|user\|>\d+\+\d+=\?<\|end\|>", prompt)
     problem = training_problems(parse(to_table(config))).problem(0)
     left, right = problem.messages[0].content.removesuffix("=?").split("+")
@@ -400,17 +400,15 @@ def file_of(path, *, long, of=400):
 
 def test_check_warns_of_a_few_prompts_that_exceed_the_context_and_rejects_many_such_prompts(tmp_path):
     few = with_domain(**file_of(tmp_path / "few.jsonl", long=16))
-    warnings = [text for part, text in findings(few) if part == "warning"]
-    assert warnings and re.match(
-        r"training: \d\.\d% of 256 prompts of domain d do not fit, the longest with \d+ tok", warnings[0]
-    )
+    sentence = r"training: \d\.\d% of 256 prompts of domain d do not fit, the longest with \d+ tok"
+    assert re.match(sentence, said(few, "warning")[0])
     many = with_domain(**file_of(tmp_path / "many.jsonl", long=100))
     with pytest.raises(
         RecipeError, match=r"\d\d% of 256 prompts of domain d do not fit; raise it, or lower max_tokens"
     ):
         list(findings(many))
     roomy = with_domain(**file_of(tmp_path / "few.jsonl", long=16), max_tokens=1)
-    assert not [text for part, text in findings(roomy) if part == "warning" and text.startswith("training")]
+    assert not [text for text in said(roomy, "warning") if text.startswith("training")]
 
 
 def test_check_rejects_more_evaluation_problems_than_the_data_holds(tmp_path):
@@ -423,8 +421,7 @@ def test_check_rejects_more_evaluation_problems_than_the_data_holds(tmp_path):
     assert rows[0].startswith("training, domains.d: 101 rows read: ") and "1 dropped as duplicates" in rows[0]
     assert rows[1].startswith("held out, domains.d: 101 rows read: ")
     with pytest.raises(
-        RecipeError,
-        match=r"holds \d+ problems; lower evaluation.problems, or add rows to held_out_path",
+        RecipeError, match=r"holds \d+ problems; lower evaluation.problems, or add rows to held_out_path"
     ):
         list(findings(parse(table | {"evaluation": {"problems": 100}})))
     assert dict(findings(parse(table | {"evaluation": {"problems": 0}})))["held out"] == "no problems"
@@ -451,10 +448,9 @@ def test_check_rejects_objective_settings_without_effect_in_some_domain(size, ob
 
 
 def test_check_shows_rollouts_per_step_and_group_sizes():
-    (one,) = [finding for part, finding in findings(of_two_sizes(8)) if part == "step"]
-    assert one == "256 rollouts, 32 groups of 8"
-    (several,) = [finding for part, finding in findings(of_two_sizes(20)) if part == "step"]
-    assert several == "256 to 272 rollouts, about 18 whole groups: of 8 from short_words, of 20 from second"
+    assert said(of_two_sizes(8), "step") == ["256 rollouts, 32 groups of 8"]
+    several = "256 to 272 rollouts, about 18 whole groups: of 8 from short_words, of 20 from second"
+    assert said(of_two_sizes(20), "step") == [several]
 
 
 def test_check_rejects_subtracting_the_group_mean_from_rewards_in_groups_of_one():

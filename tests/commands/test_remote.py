@@ -17,10 +17,7 @@ from pipelinerl.roles.process import TOKEN_VARIABLE
 from pipelinerl.system.http_service import guard, refusal, refuse_in_one_shape
 from tests.fakes.served import in_thread
 
-KNOBS = {
-    "knobs": {"j": 1, "k": "inf"},
-    "log": [{"time": 1.0, "step": 3, "who": "ada", "changes": {"k": "inf"}}],
-}
+KNOBS = {"knobs": {"j": 1, "k": "inf"}, "log": [{"time": 1.0, "step": 3, "who": "ada", "changes": {"k": "inf"}}]}
 
 
 def application():

@@ -20,12 +20,7 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.plugins.bigram import engine as bigram_engine
 from pipelinerl.plugins.bigram.model import BigramModel
-from pipelinerl.plugins.evaluation.evaluate import (
-    evaluate,
-    held_out_orders,
-    show,
-    with_one_evaluation,
-)
+from pipelinerl.plugins.evaluation.evaluate import evaluate, held_out_orders, show, with_one_evaluation
 from pipelinerl.plugins.evaluation.evaluation_loop import MOST_FAILURES
 from pipelinerl.plugins.evaluation.respondents import _with_model, recipe_of, target_of
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer

@@ -109,17 +109,10 @@ def at_sampling_weights(model, *, acceptance):
     taking = replay(model)
     policy = taking.step.passes.policy
     passes = ForwardPasses(
-        policy=policy,
-        old_logprobs=OldLogprobs.SAMPLING_WEIGHTS,
-        history=WeightHistory(policy.weight_layout()),
+        policy=policy, old_logprobs=OldLogprobs.SAMPLING_WEIGHTS, history=WeightHistory(policy.weight_layout())
     )
     objective = AdaptiveObjective(resolve("decoupled_ppo"), controller=None)
-    return replace(
-        taking,
-        step=replace(taking.step, passes=passes),
-        objective=objective,
-        acceptance=acceptance,
-    )
+    return replace(taking, step=replace(taking.step, passes=passes), objective=objective, acceptance=acceptance)
 
 
 def test_replay_keeps_older_weights_as_long_as_later_steps_train_on_their_samples(model):

@@ -15,15 +15,7 @@ from pipelinerl.plugins.watch.read_routes import causes_of, differing_parts
 from pipelinerl.plugins.watch.watched_run import Feed, watched_runs
 from tests.observability.synthetic import events
 from tests.patience import PATIENCE_S
-from tests.plugins.watch.run_files import (
-    keep,
-    loaded,
-    of_evaluation,
-    sampled,
-    served_page,
-    write,
-    written_run,
-)
+from tests.plugins.watch.run_files import keep, loaded, of_evaluation, sampled, served_page, write, written_run
 
 
 @pytest.fixture(scope="module")

@@ -25,18 +25,7 @@ from typing import Final
 from filelock import FileLock, Timeout
 
 from launch import run_directory
-from launch.cluster.membership import (
-    BEAT_S,
-    LaunchRecord,
-    Members,
-    NodeFile,
-    NodeState,
-    OtherNodes,
-    folder_of,
-    read_launch,
-    read_members,
-    write_members,
-)
+from launch.cluster import membership
 from launch.placement import TRAINER
 from launch.plan import processes_of
 from launch.run import Connect, launch_on, prepare, resume
@@ -54,7 +43,7 @@ _SILENT_S: Final = 5.0
 def run_node(
     run_dir: Path,
     name: str,
-    members_of: Callable[[RunConfig], Members | None],
+    members_of: Callable[[RunConfig], membership.Members | None],
     *,
     recipe: Path | None,
     claim: Callable[[RunConfig], bool],
@@ -81,11 +70,11 @@ def run_node(
             refuse(config)
             prepare(config, claim=claim, members=given)
             return resume(run_dir, connect=connect)
-    members = read_members(run_dir)
+    members = membership.read_members(run_dir)
     if (run_dir / "recipe.toml").is_file():
         given = members_of(run_directory.open_run(run_dir).config)
         if given is not None and given.hosts[0].name == name:
-            write_members(run_dir, given)
+            membership.write_members(run_dir, given)
         members = given or members
     if members is not None and members.hosts[0].name == name:
         refuse(run_directory.open_run(run_dir).config)
@@ -123,14 +112,14 @@ class _Share:
     """The processes of one host in one launch (one start of the run by the head)."""
 
     def __init__(
-        self, run_dir: Path, host: str, record: LaunchRecord, announce: Callable[[str], None], head_s: float
+        self, run_dir: Path, host: str, record: membership.LaunchRecord, announce: Callable[[str], None], head_s: float
     ) -> None:
         self._run_dir = run_dir
         self._host = host
         self._record = record
         self._head_s = head_s
-        self._file = NodeFile(run_dir, host, record.id)
-        self._head = OtherNodes(run_dir, record.id, [record.members.hosts[0].name])
+        self._file = membership.NodeFile(run_dir, host, record.id)
+        self._head = membership.OtherNodes(run_dir, record.id, [record.members.hosts[0].name])
         self._began_at = time.monotonic()
         self._looked_at = float("-inf")
         self._result: RunResult | None = None
@@ -152,20 +141,20 @@ class _Share:
 
     def serve(self) -> RunResult:
         """Run the host's processes until they have ended or failed, or until the head ends or replaces the launch."""
-        self._file.tell(NodeState.UP)
+        self._file.tell(membership.NodeState.UP)
         result = self._supervisor.run()
         if result.outcome is not RunOutcome.FAILED or self._result is not None:
-            self._file.tell(NodeState.LEFT if self._result is None else NodeState.ENDED)
+            self._file.tell(membership.NodeState.LEFT if self._result is None else membership.NodeState.ENDED)
         return result
 
     def _follow(self) -> None:
         now = time.monotonic()
-        if now - self._looked_at < BEAT_S / 4:
+        if now - self._looked_at < membership.BEAT_S / 4:
             return
         self._looked_at = now
         self._file.beat()
         self._head.read(now)
-        record = read_launch(self._run_dir)
+        record = membership.read_launch(self._run_dir)
         if record is not None and record.id != self._record.id:
             self.superseded = True
             self._end_with(RunResult(RunOutcome.STOPPED, "the head began another launch"))
@@ -183,10 +172,10 @@ class _Share:
     def _end(self, result: RunResult) -> None:
         # A failure ends the whole run, so report it to the head before anything is stopped here.
         if self._result is None and result.outcome is RunOutcome.FAILED:
-            self._file.tell(NodeState.FAILED, result.message)
+            self._file.tell(membership.NodeState.FAILED, result.message)
 
 
-def _await_launch(run_dir: Path, host: str, announce: Callable[[str], None], head_s: float) -> LaunchRecord:
+def _await_launch(run_dir: Path, host: str, announce: Callable[[str], None], head_s: float) -> membership.LaunchRecord:
     """Wait for a launch that is under way or completed, and return its record.
 
     Failed and stopped launches are ignored, since another launch may follow them.
@@ -197,7 +186,7 @@ def _await_launch(run_dir: Path, host: str, announce: Callable[[str], None], hea
         if time.monotonic() >= tell_at:
             announce(f"host {host} waits for a launch of the run in {run_dir}, {head_s:g} s at most")
             tell_at = deadline
-        record = read_launch(run_dir)
+        record = membership.read_launch(run_dir)
         if record is not None and (record.result is None or record.result.outcome is RunOutcome.COMPLETED):
             return record
         if time.monotonic() > deadline:
@@ -211,7 +200,7 @@ def _await_launch(run_dir: Path, host: str, announce: Callable[[str], None], hea
 @contextmanager
 def _claimed(run_dir: Path, host: str) -> Iterator[None]:
     """Lock the host's name in the run, so that only one node serves it."""
-    lock = FileLock(folder_of(run_dir) / f"node-{host}.lock", timeout=0, mode=0o600, fallback_to_soft=False)
+    lock = FileLock(membership.folder_of(run_dir) / f"node-{host}.lock", timeout=0, mode=0o600, fallback_to_soft=False)
     try:
         held = lock.acquire()
     except Timeout:

@@ -154,7 +154,12 @@ class GvisorSlot:
 
     def run(self, run: Run) -> ProgramResult:
         """Run a program. Raises `SandboxLost` if the sandbox cannot be started, or ends by itself."""
-        group = self._emptied()
+        where = control_groups.available()
+        if not isinstance(where, Hierarchies):
+            raise SandboxLost(f"gVisor's processes need a control group: {where}")
+        if self._group is None:
+            self._group = ControlGroup(where)
+        group = self._group
         limits = run.limits
         group.weigh(Weight.FULL)
         group.limit(limits.memory_bytes + limits.disk_bytes + _OWN_BYTES)
@@ -224,14 +229,6 @@ class GvisorSlot:
         if self._group is not None:
             self._group.close()
             self._group = None
-
-    def _emptied(self) -> ControlGroup:
-        where = control_groups.available()
-        if not isinstance(where, Hierarchies):
-            raise SandboxLost(f"gVisor's processes need a control group: {where}")
-        if self._group is None:
-            self._group = ControlGroup(where)
-        return self._group
 
 
 class _Watch:

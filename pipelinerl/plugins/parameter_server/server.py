@@ -52,16 +52,7 @@ from inference_contract import routes
 from inference_contract.errors import ContractError, DeadlineExceeded, DigestMismatch, InvalidRequest
 from pipelinerl.errors import CheckpointError, PipelineError
 from pipelinerl.observability.status import PROMETHEUS_TYPE, prometheus_text
-from pipelinerl.plugins.parameter_server import connection
-from pipelinerl.plugins.parameter_server.connection import (
-    Announcement,
-    CopyOrder,
-    Key,
-    ProgressReport,
-    Seal,
-    ServerState,
-    VersionRecord,
-)
+from pipelinerl.plugins.parameter_server import connection, connection as wire
 from pipelinerl.plugins.parameter_server.download import WeightPuller
 from pipelinerl.plugins.parameter_server.version_table import (
     SnapshotStore,
@@ -95,7 +86,7 @@ class ParameterServer:
         self.table = table
         self._puller = puller
         self._store = store
-        self._saved: Key | None = None
+        self._saved: wire.Key | None = None
         self._saving: asyncio.Task[None] | None = None
         self._closing = threading.Event()
 
@@ -109,7 +100,7 @@ class ParameterServer:
             # Set the epoch directly: the limit on how far a request may raise the epoch does not apply to a snapshot.
             self.table.epoch = epoch
             announced = self.table.announce(
-                Announcement(epoch=epoch, version=version, layout=snapshot.layout, shard=snapshot.shard)
+                wire.Announcement(epoch=epoch, version=version, layout=snapshot.layout, shard=snapshot.shard)
             )
             try:
                 await asyncio.to_thread(store.read, snapshot, announced.segment.bytes)
@@ -127,9 +118,9 @@ class ParameterServer:
         if self._saving is not None:
             await self._saving
 
-    def state(self) -> ServerState:
+    def state(self) -> wire.ServerState:
         """Return the versions held, and the engines and servers that may need them."""
-        return ServerState(
+        return wire.ServerState(
             epoch=self.table.epoch,
             room=self.table.room,
             versions=tuple(version.record() for version in self.table.versions()),
@@ -137,7 +128,7 @@ class ParameterServer:
             saved=self._saved,
         )
 
-    async def seal(self, key: Key, seal: Seal) -> VersionRecord:
+    async def seal(self, key: wire.Key, seal: wire.Seal) -> wire.VersionRecord:
         """Serve the version from now on, if its bytes match the seal's digest.
 
         Raises NotPrepared if the version was not announced, DigestMismatch if the bytes do not match; the trainer may
@@ -154,7 +145,7 @@ class ParameterServer:
         self._save_newest()
         return sealed.record()
 
-    async def copy(self, key: Key, order: CopyOrder) -> VersionRecord:
+    async def copy(self, key: wire.Key, order: wire.CopyOrder) -> wire.VersionRecord:
         """Fetch the bytes of an announced version from another server, and seal it.
 
         Raises NotPrepared if the version was not announced; UpdateError, DeadlineError or DigestMismatch if the source
@@ -247,27 +238,27 @@ def _add_versions(app: FastAPI, server: ParameterServer) -> None:
         return Response(prometheus_text(figures, prefix="pipelinerl_parameter_server"), media_type=PROMETHEUS_TYPE)
 
     @app.get(connection.VERSIONS)
-    async def state() -> ServerState:
+    async def state() -> wire.ServerState:
         return server.state()
 
     @app.post(connection.VERSIONS)
-    async def announce(announcement: Announcement) -> VersionRecord:
+    async def announce(announcement: wire.Announcement) -> wire.VersionRecord:
         return server.table.announce(announcement).record()
 
     @app.get(connection.VERSION)
-    async def record(epoch: int, version: int) -> VersionRecord:
+    async def record(epoch: int, version: int) -> wire.VersionRecord:
         return server.table.whole((epoch, version)).record()
 
     @app.post(connection.COPY)
-    async def copy(epoch: int, version: int, order: CopyOrder) -> VersionRecord:
+    async def copy(epoch: int, version: int, order: wire.CopyOrder) -> wire.VersionRecord:
         return await server.copy((epoch, version), order)
 
     @app.post(connection.SEAL)
-    async def seal(epoch: int, version: int, seal: Seal) -> VersionRecord:
+    async def seal(epoch: int, version: int, seal: wire.Seal) -> wire.VersionRecord:
         return await server.seal((epoch, version), seal)
 
     @app.post(connection.PROGRESS)
-    async def progress(report: ProgressReport) -> ServerState:
+    async def progress(report: wire.ProgressReport) -> wire.ServerState:
         server.table.confirm(report.epoch, report.progress)
         return server.state()
 
@@ -346,7 +337,7 @@ async def _in_time(receive: Receive, deadline: float) -> Message:
         ) from None
 
 
-def _key(scope: Scope) -> Key:
+def _key(scope: Scope) -> wire.Key:
     path = scope["path_params"]
     try:
         return int(path["epoch"]), int(path["version"])

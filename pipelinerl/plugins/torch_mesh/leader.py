@@ -15,24 +15,7 @@ from torch import Tensor
 from pipelinerl.numerics.dither_torch import rounded
 from pipelinerl.plugins.torch_mesh.joining import join
 from pipelinerl.plugins.torch_mesh.mesh_worker import MeshWorker
-from pipelinerl.trainers.ranks.commands import (
-    Backward,
-    Columns,
-    Command,
-    Discard,
-    ForwardAt,
-    ForwardCommand,
-    Gather,
-    GatheredKind,
-    Lane,
-    RankResult,
-    Save,
-    StartCommand,
-    StepCommand,
-    encode_batch,
-    encode_objective,
-    encode_spec,
-)
+from pipelinerl.trainers.ranks import commands as wire
 from pipelinerl.trainers.ranks.rank0 import TRAINER_NUMBERS, Ranks, lead, one_ahead
 from pipelinerl.trainers.ranks.rendezvous import Distributed
 from pipelinerl.trainers.ranks.shared_block import RecycledMemory
@@ -69,10 +52,10 @@ class MeshLeader:
     @classmethod
     def started(cls, spec: TrainerSpec, options: TorchOptions, distributed: Distributed) -> MeshLeader:
         """Wait for the other ranks if they have not joined yet, then load the model on all ranks."""
-        ranks, number, plain = lead(distributed, join), next(TRAINER_NUMBERS), encode_spec(spec)
+        ranks, number, plain = lead(distributed, join), next(TRAINER_NUMBERS), wire.encode_spec(spec)
         begin = partial(MeshWorker.started, spec, options)
         try:
-            worker = ranks.together(lambda _: StartCommand(number, plain), begin, lane=Lane.PASSES).own
+            worker = ranks.together(lambda _: wire.StartCommand(number, plain), begin, lane=wire.Lane.PASSES).own
         except RankError:
             raise
         except TrainerError:  # some ranks may have loaded the model; free it
@@ -99,11 +82,11 @@ class MeshLeader:
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
         """Return the log-probs, or values, of each micro-batch, computed on all ranks."""
-        return self._predictions(batches, ForwardCommand, self._worker.forward)
+        return self._predictions(batches, wire.ForwardCommand, self._worker.forward)
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
         """Run `forward` while each rank's shards temporarily hold the given weights."""
-        return self._predictions(batches, ForwardAt, partial(self._worker.forward_at, weights=weights))
+        return self._predictions(batches, wire.ForwardAt, partial(self._worker.forward_at, weights=weights))
 
     def backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
         """Accumulate gradients on all ranks. The backward pass of the last round sums the gradients over the ranks."""
@@ -112,7 +95,7 @@ class MeshLeader:
         try:
             computed = self._distribute(
                 [batches[number] for number in numbers],
-                partial(Backward, objective=encode_objective(objective)),
+                partial(wire.Backward, objective=wire.encode_objective(objective)),
                 partial(self._worker.backward, objective=objective),
                 _loss,
             )
@@ -128,11 +111,13 @@ class MeshLeader:
     def optimizer_step(self, learning_rate: float) -> StepStats:
         """Clip by the gradient norm over all shards, then apply and clear the gradient."""
         self.has_gradient = False
-        return self._all(StepCommand(self._number, learning_rate), lambda: self._worker.optimizer_step(learning_rate))
+        return self._all(
+            wire.StepCommand(self._number, learning_rate), lambda: self._worker.optimizer_step(learning_rate)
+        )
 
     def discard_gradient(self) -> None:
         self.has_gradient = False
-        self._all(Discard(self._number), self._worker.model.discard_gradient)
+        self._all(wire.Discard(self._number), self._worker.model.discard_gradient)
 
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
         return self._worker.layout()
@@ -147,7 +132,7 @@ class MeshLeader:
         most = self._worker.model.at_once
         memory = RecycledMemory(most * self._worker.loaded.gather_dtype.itemsize)
         bunches = [[info.name for info in bunch] for bunch in grouped_parameters(layout, most)]
-        begun = (self._begun(names, GatheredKind.WEIGHTS, memory) for names in bunches)
+        begun = (self._begun(names, wire.GatheredKind.WEIGHTS, memory) for names in bunches)
         with closing(one_ahead(begun)) as gathered:
             for names, tensors in zip(bunches, gathered, strict=True):
                 for name in names:
@@ -157,17 +142,17 @@ class MeshLeader:
         """Save the state: each rank of the first replica writes its rows; with adapters, rank 0 writes everything."""
         worker, adapters = self._worker, self._worker.loaded.adapters
         if adapters is not None:
-            trained = {name: self._gathered([name], GatheredKind.MASTER)[0] for name in worker.model.trained}
+            trained = {name: self._gathered([name], wire.GatheredKind.MASTER)[0] for name in worker.model.trained}
             adapters.save(path / torch_state.ADAPTER, base=worker.spec.model_path, values=trained)
         else:
-            command, own = Save(self._number, str(path.absolute())), partial(worker.save_shard, path)
-            self._ranks.together(lambda _: command, own, lane=Lane.READS)
+            command, own = wire.Save(self._number, str(path.absolute())), partial(worker.save_shard, path)
+            self._ranks.together(lambda _: command, own, lane=wire.Lane.READS)
             write_index(path, worker.mesh.shards, worker.model.shapes)
         moments: dict[str, dict[str, Tensor]] = {}
         for name in filter(worker.has_moments, worker.model.trained):
             moments[name] = {"step": worker.steps_of(name)}
             if adapters is not None:
-                for kind in (GatheredKind.MEAN, GatheredKind.SQUARE):
+                for kind in (wire.GatheredKind.MEAN, wire.GatheredKind.SQUARE):
                     moments[name][str(kind)] = self._gathered([name], kind)[0]
         torch_state.save(
             path,
@@ -186,7 +171,7 @@ class MeshLeader:
     def _predictions(
         self,
         batches: Sequence[MicroBatch],
-        command: Callable[[int, list[Columns], int], Command],
+        command: Callable[[int, list[wire.Columns], int], wire.Command],
         own: Callable[[list[MicroBatch], int], list[Float32]],
     ) -> list[Float32]:
         predictions = [np.zeros(batch.num_tokens, np.float32) for batch in batches]
@@ -200,9 +185,9 @@ class MeshLeader:
     def _distribute(
         self,
         batches: Sequence[MicroBatch],
-        command: Callable[[int, list[Columns], int], Command],
+        command: Callable[[int, list[wire.Columns], int], wire.Command],
         own: Callable[[list[MicroBatch], int], list[T]],
-        decoded: Callable[[RankResult], T],
+        decoded: Callable[[wire.RankResult], T],
     ) -> list[T]:
         """Compute micro-batches on all ranks, distributed round-robin, `width` per round; return results in order.
 
@@ -214,9 +199,11 @@ class MeshLeader:
             return []
         width, cp, rounds = self.width, self._worker.mesh.cp, -(-len(batches) // self.width)
         mine, others = self._ranks.together(
-            lambda rank: command(self._number, [encode_batch(batch) for batch in batches[rank // cp :: width]], rounds),
+            lambda rank: command(
+                self._number, [wire.encode_batch(batch) for batch in batches[rank // cp :: width]], rounds
+            ),
             lambda: own(list(batches[::width]), rounds),
-            lane=Lane.PASSES,
+            lane=wire.Lane.PASSES,
         )
         results = dict(zip(range(0, len(batches), width), mine, strict=True))
         for rank, answers in others.items():
@@ -225,27 +212,29 @@ class MeshLeader:
                 results |= zip(places, map(decoded, answers), strict=True)
         return [results[number] for number in range(len(batches))]
 
-    def _all(self, command: Command, own: Callable[[], T]) -> T:
-        return self._ranks.together(lambda _: command, own, lane=Lane.PASSES).own
+    def _all(self, command: wire.Command, own: Callable[[], T]) -> T:
+        return self._ranks.together(lambda _: command, own, lane=wire.Lane.PASSES).own
 
     def _merged(self, name: str, adapters: Adapters) -> Tensor:
         pair = adapters.pair_of(name)
         if pair is None:
-            return self._gathered([name], GatheredKind.WEIGHTS)[0]
-        own, a, b = (self._gathered([each], GatheredKind.MASTER)[0] for each in (name, *pair))
+            return self._gathered([name], wire.GatheredKind.WEIGHTS)[0]
+        own, a, b = (self._gathered([each], wire.GatheredKind.MASTER)[0] for each in (name, *pair))
         merged = adapters.merged_with(name, own, a, b)
         return rounded(merged, self._worker.loaded.gather_dtype, self._worker.spec.rounding, name=name)
 
-    def _gathered(self, names: Sequence[str], kind: GatheredKind) -> list[Tensor]:
+    def _gathered(self, names: Sequence[str], kind: wire.GatheredKind) -> list[Tensor]:
         return self._begun(names, kind, RecycledMemory(0))()
 
-    def _begun(self, names: Sequence[str], kind: GatheredKind, memory: RecycledMemory) -> Callable[[], list[Tensor]]:
+    def _begun(
+        self, names: Sequence[str], kind: wire.GatheredKind, memory: RecycledMemory
+    ) -> Callable[[], list[Tensor]]:
         first = self._worker.place_of(names[0])
         places = range(first, first + len(names))
         block = memory.take(self._worker.bytes_of(places, kind))
-        command = Gather(self._number, first, kind, len(names), block.place)
+        command = wire.Gather(self._number, first, kind, len(names), block.place)
         ended = self._ranks.begin(
-            lambda _: command, partial(self._worker.received, places, kind, block), lane=Lane.READS
+            lambda _: command, partial(self._worker.received, places, kind, block), lane=wire.Lane.READS
         )
         return lambda: ended().own
 
@@ -264,9 +253,9 @@ def grouped_parameters(layout: Sequence[ParameterInfo], most: int) -> Iterator[l
     yield bunch
 
 
-def _predicted(result: RankResult) -> Float32:
+def _predicted(result: wire.RankResult) -> Float32:
     return np.frombuffer(result.predictions, np.float32)
 
 
-def _loss(result: RankResult) -> LossStats:
+def _loss(result: wire.RankResult) -> LossStats:
     return LossStats(result.loss, _predicted(result))

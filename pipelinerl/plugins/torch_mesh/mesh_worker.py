@@ -29,20 +29,7 @@ from pipelinerl import rng
 from pipelinerl.numerics.dither_torch import rounded
 from pipelinerl.plugins.torch_mesh.joining import in_agreement, join, world
 from pipelinerl.plugins.torch_mesh.sharded_model import ShardedModel
-from pipelinerl.trainers.ranks.commands import (
-    Backward,
-    Command,
-    Discard,
-    ForwardAt,
-    ForwardCommand,
-    Gather,
-    GatheredKind,
-    RankResult,
-    Save,
-    StepCommand,
-    decode_batch,
-    decode_objective,
-)
+from pipelinerl.trainers.ranks import commands as wire
 from pipelinerl.trainers.ranks.follower import Start
 from pipelinerl.trainers.ranks.rendezvous import Distributed, Join
 from pipelinerl.trainers.ranks.shared_block import Block, Place, opened, write_at
@@ -167,7 +154,7 @@ class MeshWorker:
         if not rounds or self.loaded.adapters is not None:
             return nullcontext()
         return self.model.lent(
-            self.base_names, lambda name: self._source(self.model.shards, name, GatheredKind.WEIGHTS).detach()
+            self.base_names, lambda name: self._source(self.model.shards, name, wire.GatheredKind.WEIGHTS).detach()
         )
 
     def _forward(self, batches: Sequence[MicroBatch], rounds: int) -> list[Float32]:
@@ -280,11 +267,11 @@ class MeshWorker:
         count: Tensor = self.optimizer.state[self.model.shards[name]]["step"]
         return count
 
-    def bytes_of(self, places: range, kind: GatheredKind) -> int:
+    def bytes_of(self, places: range, kind: wire.GatheredKind) -> int:
         """Return the size in bytes of the block that `received` needs for the parameters at these positions."""
         return sum(shape.numel() for shape in self._shapes(places).values()) * self._dtype_of(kind).itemsize
 
-    def received(self, places: range, kind: GatheredKind, block: Block) -> list[Tensor]:
+    def received(self, places: range, kind: wire.GatheredKind, block: Block) -> list[Tensor]:
         """On rank 0, gather the whole parameters at these positions (or their moments) into the block."""
         shapes, dtype = self._shapes(places), self._dtype_of(kind)
         flat = torch.from_numpy(block.memory).view(dtype)
@@ -305,7 +292,7 @@ class MeshWorker:
                 each.wait()
         return list(wholes.values())
 
-    def deliver(self, places: range, kind: GatheredKind, into: Place | None) -> None:
+    def deliver(self, places: range, kind: wire.GatheredKind, into: Place | None) -> None:
         """On a rank above 0, send its rows of the parameters (or moments) at these positions to rank 0.
 
         A rank on rank 0's host writes the rows into the block `into` instead, if it is not None. Ranks outside the
@@ -328,7 +315,7 @@ class MeshWorker:
                             write_at(file, begin + first * (size // shape[0]), _bytes(rows).numpy())
                         begin += size
 
-    def _send(self, shapes: Mapping[str, torch.Size], kind: GatheredKind) -> None:
+    def _send(self, shapes: Mapping[str, torch.Size], kind: wire.GatheredKind) -> None:
         free = list(self.buffers)
         going: deque[tuple[Any, Tensor, HostBuffer]] = deque()
         with self.model.last_step_shards() as shards:
@@ -352,37 +339,39 @@ class MeshWorker:
             return
         tensors: dict[str, Tensor] = {}
         for name, shard in self.model.trained.items():
-            kinds = [GatheredKind.MEAN, GatheredKind.SQUARE] if self.has_moments(name) and shard.numel() else []
+            kinds = (
+                [wire.GatheredKind.MEAN, wire.GatheredKind.SQUARE] if self.has_moments(name) and shard.numel() else []
+            )
             tensors |= {key_of(name, kind): self._rows(name, kind) for kind in kinds}
-            tensors[key_of(name, VALUE)] = self._rows(name, GatheredKind.MASTER)
+            tensors[key_of(name, VALUE)] = self._rows(name, wire.GatheredKind.MASTER)
         write_shard(path, self.rank, self.mesh.shards, tensors)
 
-    def _rows(self, name: str, kind: GatheredKind) -> Tensor:
+    def _rows(self, name: str, kind: wire.GatheredKind) -> Tensor:
         rows = torch.empty(self.model.shards[name].shape, dtype=self._dtype_of(kind))
         with self.model.last_step_shards() as shards:
             self._copy(shards, name, kind, rows, self.save_buffer)
         return rows
 
     def _copy(
-        self, shards: Mapping[str, Tensor], name: str, kind: GatheredKind, rows: Tensor, buffer: HostBuffer
+        self, shards: Mapping[str, Tensor], name: str, kind: wire.GatheredKind, rows: Tensor, buffer: HostBuffer
     ) -> None:
         if rows.numel():
             rows.copy_(buffer.fetch(self._source(shards, name, kind).detach(), rows.dtype))
 
-    def _source(self, shards: Mapping[str, Tensor], name: str, kind: GatheredKind) -> Tensor:
-        if kind is GatheredKind.WEIGHTS:
+    def _source(self, shards: Mapping[str, Tensor], name: str, kind: wire.GatheredKind) -> Tensor:
+        if kind is wire.GatheredKind.WEIGHTS:
             shape = self.model.shapes[name]
             first = self.mesh.rows_of(self.rank, shape[0]).start * (shape.numel() // max(1, shape[0]))
             return rounded(shards[name], self.loaded.gather_dtype, self.spec.rounding, name=name, first=first)
-        if kind not in (GatheredKind.MEAN, GatheredKind.SQUARE) or not shards[name].numel():
+        if kind not in (wire.GatheredKind.MEAN, wire.GatheredKind.SQUARE) or not shards[name].numel():
             return shards[name]
         moment: Tensor = self.optimizer.state[self.model.shards[name]][str(kind)]
         return moment
 
-    def _dtype_of(self, kind: GatheredKind) -> torch.dtype:
-        if kind in (GatheredKind.MEAN, GatheredKind.SQUARE):
+    def _dtype_of(self, kind: wire.GatheredKind) -> torch.dtype:
+        if kind in (wire.GatheredKind.MEAN, wire.GatheredKind.SQUARE):
             return dtype_of(self.options.optimizer)
-        return self.loaded.gather_dtype if kind is GatheredKind.WEIGHTS else torch.float32
+        return self.loaded.gather_dtype if kind is wire.GatheredKind.WEIGHTS else torch.float32
 
     def _restore(self, saved: torch_state.TorchSavedState) -> None:
         shapes = {name: self.model.shapes[name] for name in self.model.trained}
@@ -413,36 +402,36 @@ class MeshFollower:
     def __init__(self, spec: TrainerSpec) -> None:
         self._worker = MeshWorker.started(spec, options_of(spec.options))
 
-    def execute(self, command: Command) -> list[RankResult]:
+    def execute(self, command: wire.Command) -> list[wire.RankResult]:
         """Call the worker's method for this command; rank 0 calls the same method."""
         worker = self._worker
         match command:
-            case ForwardCommand():
+            case wire.ForwardCommand():
                 return [_result(each) for each in worker.forward(_batches(command), command.rounds)]
-            case ForwardAt():
+            case wire.ForwardAt():
                 return [_result(each) for each in worker.forward_at(_batches(command), command.rounds, None)]
-            case Backward():
-                objective = decode_objective(command.objective)
+            case wire.Backward():
+                objective = wire.decode_objective(command.objective)
                 return [_result(each) for each in worker.backward(_batches(command), command.rounds, objective)]
-            case StepCommand():
+            case wire.StepCommand():
                 worker.optimizer_step(command.learning_rate)
-            case Discard():
+            case wire.Discard():
                 worker.model.discard_gradient()
-            case Gather():
+            case wire.Gather():
                 worker.deliver(range(command.place, command.place + command.count), command.kind, command.into)
-            case Save():
+            case wire.Save():
                 worker.save_shard(Path(command.path))
         return []
 
 
-def _batches(command: ForwardCommand | ForwardAt | Backward) -> list[MicroBatch]:
-    return [decode_batch(columns) for columns in command.batches]
+def _batches(command: wire.ForwardCommand | wire.ForwardAt | wire.Backward) -> list[MicroBatch]:
+    return [wire.decode_batch(columns) for columns in command.batches]
 
 
-def _result(result: Float32 | LossStats) -> RankResult:
+def _result(result: Float32 | LossStats) -> wire.RankResult:
     if isinstance(result, LossStats):
-        return RankResult(result.predictions.tobytes(), result.loss)
-    return RankResult(result.tobytes())
+        return wire.RankResult(result.predictions.tobytes(), result.loss)
+    return wire.RankResult(result.tobytes())
 
 
 @contextmanager

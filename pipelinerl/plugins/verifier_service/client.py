@@ -194,7 +194,14 @@ class VerifierServices:
             if error.status in _ELSEWHERE:
                 refused.add(service.lease.incarnation)
             raise ServiceFailed(str(error)) from None
-        return _checked(answer.judgements, count, url)
+        judgements = answer.judgements
+        if len(judgements) != count:
+            raise ServiceFailed(f"{url} gave {len(judgements)} verdicts on {count} answers")
+        for verdict, _ in judgements:
+            rewards = (verdict.reward, *(part.reward for part in verdict.parts))
+            if not all(math.isfinite(reward) and abs(reward) <= _MOST_REWARD for reward in rewards):
+                raise ServiceFailed(f"{url} gave a reward that is not a number within ±{_MOST_REWARD:g}")
+        return judgements
 
 
 class RemoteVerifier:
@@ -210,17 +217,6 @@ class RemoteVerifier:
 
     async def close(self) -> None:
         """Do nothing: the connections to services are shared by all domains."""
-
-
-def _checked(judgements: list[Judgement], count: int, url: str) -> list[Judgement]:
-    """Raise `ServiceFailed` unless there is one valid verdict per answer."""
-    if len(judgements) != count:
-        raise ServiceFailed(f"{url} gave {len(judgements)} verdicts on {count} answers")
-    for verdict, _ in judgements:
-        rewards = (verdict.reward, *(part.reward for part in verdict.parts))
-        if not all(math.isfinite(reward) and abs(reward) <= _MOST_REWARD for reward in rewards):
-            raise ServiceFailed(f"{url} gave a reward that is not a number within ±{_MOST_REWARD:g}")
-    return judgements
 
 
 def _masked(reason: str, count: int) -> list[Judgement]:

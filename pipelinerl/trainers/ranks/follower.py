@@ -15,21 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from pipelinerl.trainers.ranks.commands import (
-    Channel,
-    Close,
-    Command,
-    Lane,
-    Numbered,
-    RankAnswer,
-    RankResult,
-    RanksEnd,
-    Save,
-    StartCommand,
-    decode,
-    decode_spec,
-    encode,
-)
+from pipelinerl.trainers.ranks import commands as wire
 from pipelinerl.trainers.ranks.rendezvous import Distributed, Join, join_rank0
 from trainer_contract.errors import RankError, StateError, TrainerError
 from trainer_contract.types import TrainerSpec
@@ -38,7 +24,7 @@ from trainer_contract.types import TrainerSpec
 class RankWorker(Protocol):
     """One process's shards of a trainer, and the trainer's methods that compute on these shards."""
 
-    def execute(self, command: Command) -> list[RankResult]:
+    def execute(self, command: wire.Command) -> list[wire.RankResult]:
         """Execute this rank's share of a command; every rank sees a lane's commands in order. Raises TrainerError."""
         ...
 
@@ -56,12 +42,12 @@ def follow(distributed: Distributed, *, join: Join, start: Start, say: Callable[
     say(f"rank {distributed.process} of {distributed.processes} follows {distributed.coordinator}")
     rank = _Rank(channel, start)
     while True:
-        message = decode(channel.receive())
-        if isinstance(message, RanksEnd):
+        message = wire.decode(channel.receive())
+        if isinstance(message, wire.RanksEnd):
             if message.reason:
                 raise RankError(message.reason)
             return
-        if not isinstance(message, Numbered):
+        if not isinstance(message, wire.Numbered):
             raise RankError(
                 f"rank 0 sent {type(message).__name__}, expected a command; install the same version everywhere"
             )
@@ -69,44 +55,46 @@ def follow(distributed: Distributed, *, join: Join, start: Start, say: Callable[
 
 
 class _Rank:
-    def __init__(self, channel: Channel, start: Start) -> None:
+    def __init__(self, channel: wire.Channel, start: Start) -> None:
         self._channel = channel
         self._start = start
         self._workers: dict[int, RankWorker] = {}
-        self._lanes: dict[Lane, queue.SimpleQueue[Numbered]] = {lane: queue.SimpleQueue() for lane in Lane}
-        for lane in Lane:
+        self._lanes: dict[wire.Lane, queue.SimpleQueue[wire.Numbered]] = {
+            lane: queue.SimpleQueue() for lane in wire.Lane
+        }
+        for lane in wire.Lane:
             threading.Thread(target=self._work, args=(lane,), name=f"rank-{lane}", daemon=True).start()
 
-    def take(self, numbered: Numbered) -> None:
+    def take(self, numbered: wire.Numbered) -> None:
         self._lanes[numbered.lane].put(numbered)
 
-    def _work(self, lane: Lane) -> None:
+    def _work(self, lane: wire.Lane) -> None:
         while True:
             numbered = self._lanes[lane].get()
             error: BaseException | None = None
-            results: list[RankResult] = []
+            results: list[wire.RankResult] = []
             try:
                 results = self._execute(numbered.command)
             except TrainerError as refusal:
                 error = refusal
             except (RuntimeError, ValueError, OSError) as failed:
                 # These errors come from the array library, a file's reader or the disk.
-                files = isinstance(numbered.command, Save)
+                files = isinstance(numbered.command, wire.Save)
                 error = StateError(str(failed)) if files else RankError(f"{type(failed).__name__}: {failed}")
             except BaseException:  # a bug: close the channel so that rank 0 notices immediately and both processes end
                 self._channel.close()
                 raise
             failure = (type(error).__name__, str(error)) if error else ("", "")
-            answer = RankAnswer(numbered.number, results, *failure)
+            answer = wire.RankAnswer(numbered.number, results, *failure)
             try:
-                self._channel.send(encode(answer))
+                self._channel.send(wire.encode(answer))
             except RankError:
                 return  # the main thread's `receive` raises the same error and reports it
 
-    def _execute(self, command: Command) -> list[RankResult]:
-        if isinstance(command, StartCommand):
-            self._workers[command.trainer] = self._start(decode_spec(command.spec))
-        elif isinstance(command, Close):
+    def _execute(self, command: wire.Command) -> list[wire.RankResult]:
+        if isinstance(command, wire.StartCommand):
+            self._workers[command.trainer] = self._start(wire.decode_spec(command.spec))
+        elif isinstance(command, wire.Close):
             self._workers.pop(command.trainer, None)
         else:
             return self._workers[command.trainer].execute(command)

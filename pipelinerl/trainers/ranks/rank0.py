@@ -28,19 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from pipelinerl.trainers.ranks.commands import (
-    Channel,
-    Close,
-    Command,
-    Lane,
-    Numbered,
-    RankAnswer,
-    RankResult,
-    RanksEnd,
-    Save,
-    decode,
-    encode,
-)
+from pipelinerl.trainers.ranks import commands as wire
 from pipelinerl.trainers.ranks.rendezvous import Distributed, Join, gather_ranks
 from trainer_contract.errors import RankError, SpecError, StateError, TrainerError
 
@@ -61,7 +49,7 @@ class RankResults(NamedTuple, Generic[T]):
     """The result of a verb: the value that rank 0's part returned, and the other ranks' results by rank."""
 
     own: T
-    others: Mapping[int, list[RankResult]]
+    others: Mapping[int, list[wire.RankResult]]
 
 
 @dataclass(slots=True)
@@ -70,12 +58,12 @@ class _Pending:
     verb: str
     own: Callable[[], Any]
     result: Future[Any] = field(default_factory=Future)
-    answers: dict[int, RankAnswer] = field(default_factory=dict)
+    answers: dict[int, wire.RankAnswer] = field(default_factory=dict)
 
     @property
     def is_of_all(self) -> bool:
         """True if the failure of one rank blocks all ranks; False for Save, where each rank writes its own files."""
-        return self.verb != Save.__name__
+        return self.verb != wire.Save.__name__
 
     @property
     def has_failed(self) -> bool:
@@ -96,7 +84,7 @@ class Ranks:
 
     def __init__(
         self,
-        channels: Mapping[int, Channel],
+        channels: Mapping[int, wire.Channel],
         *,
         timeout_s: float,
         end_process: Callable[[RankError], None] = _end_process,
@@ -109,19 +97,21 @@ class Ranks:
         self._given = 0
         self._lost: RankError | None = None
         self._left_for = ""
-        self._order = {lane: threading.Lock() for lane in Lane}
-        self._lanes: dict[Lane, queue.SimpleQueue[_Pending]] = {lane: queue.SimpleQueue() for lane in Lane}
-        for lane in Lane:
+        self._order = {lane: threading.Lock() for lane in wire.Lane}
+        self._lanes: dict[wire.Lane, queue.SimpleQueue[_Pending]] = {lane: queue.SimpleQueue() for lane in wire.Lane}
+        for lane in wire.Lane:
             threading.Thread(target=self._execute, args=(lane,), name=f"ranks-{lane}", daemon=True).start()
         for rank, channel in channels.items():
             threading.Thread(target=self._read, args=(rank, channel), name=f"rank-{rank}", daemon=True).start()
 
-    def together(self, command: Callable[[int], Command], own: Callable[[], T], *, lane: Lane) -> RankResults[T]:
+    def together(
+        self, command: Callable[[int], wire.Command], own: Callable[[], T], *, lane: wire.Lane
+    ) -> RankResults[T]:
         """Run a command on all ranks and return its result. Raises the errors of `begin`."""
         return self.begin(command, own, lane=lane)()
 
     def begin(
-        self, command: Callable[[int], Command], own: Callable[[], T], *, lane: Lane
+        self, command: Callable[[int], wire.Command], own: Callable[[], T], *, lane: wire.Lane
     ) -> Callable[[], RankResults[T]]:
         """Start `command(rank)` on every other rank, and `own`, which is rank 0's part, on this one.
 
@@ -139,7 +129,7 @@ class Ranks:
                 self._pending[number] = pending
             try:
                 for rank, channel in self._channels.items():
-                    channel.send(encode(Numbered(number, lane, commands[rank])))
+                    channel.send(wire.encode(wire.Numbered(number, lane, commands[rank])))
             except RankError as error:  # the thread that reads from this rank reports why it was lost
                 pending.result.set_exception(error)
             else:
@@ -164,7 +154,7 @@ class Ranks:
     def drop(self, trainer: int) -> None:
         """Free a trainer's state on the other ranks; their processes stay up for other trainers."""
         with suppress(RankError):  # a lost rank has no state to free
-            self.together(lambda _: Close(trainer), lambda: None, lane=Lane.PASSES)
+            self.together(lambda _: wire.Close(trainer), lambda: None, lane=wire.Lane.PASSES)
 
     def leave(self, reason: str) -> None:
         """Record that this process will end before its work is done; `end` sends `reason` to the other ranks."""
@@ -175,7 +165,7 @@ class Ranks:
         with self._changed:
             lost, self._lost = self._lost, self._lost or RankError("the ranks of this trainer have been ended")
         if lost is None:
-            self._dismiss(RanksEnd(reason=self._left_for))
+            self._dismiss(wire.RanksEnd(reason=self._left_for))
 
     def _outcome(self, pending: _Pending) -> Any:
         verb, error = pending.verb, pending.result.exception()
@@ -209,19 +199,19 @@ class Ranks:
                 return self._lost
             self._lost = error
             self._changed.notify_all()
-        self._dismiss(RanksEnd(reason=f"rank 0 has given up: {error}"))
+        self._dismiss(wire.RanksEnd(reason=f"rank 0 has given up: {error}"))
         watchdog = threading.Timer(_LAST_S, self._end_process, args=(error,))
         watchdog.daemon = True
         watchdog.start()
         return error
 
-    def _dismiss(self, end: RanksEnd) -> None:
+    def _dismiss(self, end: wire.RanksEnd) -> None:
         for channel in self._channels.values():
             with suppress(RankError):  # sending fails if the rank at the other end is lost or ending
-                channel.send(encode(end))
+                channel.send(wire.encode(end))
             channel.close()
 
-    def _execute(self, lane: Lane) -> None:
+    def _execute(self, lane: wire.Lane) -> None:
         while True:
             pending = self._lanes[lane].get()
             try:
@@ -233,11 +223,11 @@ class Ranks:
             with self._changed:
                 self._changed.notify_all()
 
-    def _read(self, rank: int, channel: Channel) -> None:
+    def _read(self, rank: int, channel: wire.Channel) -> None:
         try:
             while True:
-                answer = decode(channel.receive())
-                if not isinstance(answer, RankAnswer):
+                answer = wire.decode(channel.receive())
+                if not isinstance(answer, wire.RankAnswer):
                     raise RankError(
                         f"rank {rank} sent {type(answer).__name__} instead of RankAnswer; install the same version "
                         "everywhere"

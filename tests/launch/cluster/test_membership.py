@@ -8,22 +8,7 @@ from dataclasses import replace
 import pytest
 from filelock import FileLock
 
-from launch.cluster import node
-from launch.cluster.membership import (
-    SILENCE_S,
-    HeadNode,
-    LaunchRecord,
-    Members,
-    NodeFile,
-    NodeState,
-    OtherNodes,
-    folder_of,
-    node_path,
-    read_launch,
-    read_members,
-    write_launch,
-    write_members,
-)
+from launch.cluster import membership, node
 from launch.cluster.node import serve_share
 from launch.hosts import Host, numbered_devices, read_hosts
 from launch.plan import Plan, ProcessSpec
@@ -35,80 +20,82 @@ from pipelinerl.observability.status import RestartStatus, read_restarts
 from pipelinerl.roles.role import OnExit
 from tests.patience import PATIENCE_S, SOON_S
 
-MEMBERS = Members(
+MEMBERS = membership.Members(
     hosts=(Host(name="a", address="10.0.0.1", devices=numbered_devices(2)), Host(name="b", address="10.0.0.2")),
     first_port=21000,
 )
-LAUNCH = LaunchRecord(id="one", members=MEMBERS)
+LAUNCH = membership.LaunchRecord(id="one", members=MEMBERS)
 
 
 def test_cluster_members_and_launch_records_are_read_as_they_were_written(tmp_path):
-    assert read_members(tmp_path) is None and read_launch(tmp_path) is None
-    write_members(tmp_path, MEMBERS)
-    write_launch(tmp_path, LAUNCH)
-    assert read_members(tmp_path) == MEMBERS and read_launch(tmp_path) == LAUNCH
+    assert membership.read_members(tmp_path) is None and membership.read_launch(tmp_path) is None
+    membership.write_members(tmp_path, MEMBERS)
+    membership.write_launch(tmp_path, LAUNCH)
+    assert membership.read_members(tmp_path) == MEMBERS and membership.read_launch(tmp_path) == LAUNCH
     over = replace(LAUNCH, result=RunResult(RunOutcome.FAILED, "no room"))
-    write_launch(tmp_path, over)
-    assert read_launch(tmp_path) == over
-    assert all(path.stat().st_mode & 0o077 == 0 for path in folder_of(tmp_path).iterdir())
+    membership.write_launch(tmp_path, over)
+    assert membership.read_launch(tmp_path) == over
+    assert all(path.stat().st_mode & 0o077 == 0 for path in membership.folder_of(tmp_path).iterdir())
 
 
 def test_error_for_a_damaged_membership_file_names_the_file(tmp_path):
-    write_members(tmp_path, MEMBERS)
-    (folder_of(tmp_path) / "hosts.json").write_text('{"hosts": []')
+    membership.write_members(tmp_path, MEMBERS)
+    (membership.folder_of(tmp_path) / "hosts.json").write_text('{"hosts": []')
     with pytest.raises(UserError, match=r"hosts\.json cannot be read.*with --node"):
-        read_members(tmp_path)
-    (folder_of(tmp_path) / "launch.json").write_text("{")
-    assert read_launch(tmp_path) is None, "the file may appear late on a shared file system"
+        membership.read_members(tmp_path)
+    (membership.folder_of(tmp_path) / "launch.json").write_text("{")
+    assert membership.read_launch(tmp_path) is None, "the file may appear late on a shared file system"
 
 
 def test_cluster_node_counts_as_up_while_its_state_file_keeps_changing(tmp_path):
-    folder_of(tmp_path).mkdir()
-    node, others = NodeFile(tmp_path, "b", "one"), OtherNodes(tmp_path, "one", ["b"])
+    membership.folder_of(tmp_path).mkdir()
+    node, others = membership.NodeFile(tmp_path, "b", "one"), membership.OtherNodes(tmp_path, "one", ["b"])
     others.read(100.0)
     assert others.up(100.0) == frozenset()
-    node.tell(NodeState.UP)
+    node.tell(membership.NodeState.UP)
     others.read(101.0)
-    others.read(101.0 + SILENCE_S)
-    assert others.up(101.0 + SILENCE_S) == {"b"}
-    assert others.up(101.5 + SILENCE_S) == frozenset(), "the record has not changed since"
-    node.tell(NodeState.UP)
+    others.read(101.0 + membership.SILENCE_S)
+    assert others.up(101.0 + membership.SILENCE_S) == {"b"}
+    assert others.up(101.5 + membership.SILENCE_S) == frozenset(), "the record has not changed since"
+    node.tell(membership.NodeState.UP)
     others.read(200.0)
     assert others.up(200.0) == {"b"}
-    node.tell(NodeState.LEFT)
+    node.tell(membership.NodeState.LEFT)
     others.read(201.0)
     assert others.up(201.0) == frozenset() and others.failure() is None
 
 
 def test_state_file_that_a_cluster_node_wrote_for_another_launch_is_ignored(tmp_path):
-    folder_of(tmp_path).mkdir()
-    others = OtherNodes(tmp_path, "two", ["b"])
-    NodeFile(tmp_path, "b", "one").tell(NodeState.FAILED, "engine-0 ended")
+    membership.folder_of(tmp_path).mkdir()
+    others = membership.OtherNodes(tmp_path, "two", ["b"])
+    membership.NodeFile(tmp_path, "b", "one").tell(membership.NodeState.FAILED, "engine-0 ended")
     others.read(1.0)
     assert others.failure() is None
-    NodeFile(tmp_path, "b", "two").tell(NodeState.FAILED, "engine-0 ended")
+    membership.NodeFile(tmp_path, "b", "two").tell(membership.NodeState.FAILED, "engine-0 ended")
     others.read(2.0)
     assert others.failure() == "on host b: engine-0 ended"
 
 
 def test_process_restarts_on_other_cluster_nodes_are_reported(tmp_path):
-    folder_of(tmp_path).mkdir()
+    membership.folder_of(tmp_path).mkdir()
     died = (RestartStatus(name="engine-1", deaths=2, unforgiven=1.0, limit=3),)
-    NodeFile(tmp_path, "b", "one").tell_restarts(died)
-    others = OtherNodes(tmp_path, "one", ["b"])
+    membership.NodeFile(tmp_path, "b", "one").tell_restarts(died)
+    others = membership.OtherNodes(tmp_path, "one", ["b"])
     others.read(1.0)
     assert others.restarts() == died
 
 
 def test_cluster_node_that_cannot_write_its_state_file_raises_no_error(tmp_path):
-    NodeFile(tmp_path, "b", "one").tell(NodeState.UP)  # cannot write, because the folder is missing
-    assert not node_path(tmp_path, "b").exists()
+    membership.NodeFile(tmp_path, "b", "one").tell(
+        membership.NodeState.UP
+    )  # cannot write, because the folder is missing
+    assert not membership.node_path(tmp_path, "b").exists()
 
 
 def test_cluster_node_that_finds_no_launch_fails_and_names_the_command_that_starts_one(tmp_path):
     with pytest.raises(UserError, match=rf"host b waited 0 s .*pipelinerl run --resume {tmp_path}"):
         serve_share(tmp_path, "b", head_s=0.0)
-    write_launch(tmp_path, replace(LAUNCH, result=RunResult(RunOutcome.STOPPED, "suspended")))
+    membership.write_launch(tmp_path, replace(LAUNCH, result=RunResult(RunOutcome.STOPPED, "suspended")))
     with pytest.raises(UserError, match="waited 0 s"):
         serve_share(tmp_path, "b", head_s=0.0)
 
@@ -123,7 +110,7 @@ def test_waiting_cluster_node_names_the_run_that_it_waits_for(tmp_path, monkeypa
 
 def test_cluster_node_that_starts_after_the_run_has_ended_exits_without_waiting(tmp_path):
     messages = []
-    write_launch(tmp_path, replace(LAUNCH, result=RunResult(RunOutcome.COMPLETED, "completed")))
+    membership.write_launch(tmp_path, replace(LAUNCH, result=RunResult(RunOutcome.COMPLETED, "completed")))
     assert serve_share(tmp_path, "b", announce=messages.append, head_s=0.0) == 0
     assert messages == ["the run is over: completed"]
 
@@ -139,11 +126,11 @@ def test_cluster_node_for_a_host_that_is_unknown_or_already_served_is_rejected(t
         }
     )
     run_dir = create(config).path
-    write_launch(run_dir, LAUNCH)
+    membership.write_launch(run_dir, LAUNCH)
     with pytest.raises(UserError, match="no host 'c'; its hosts are a, b"):
         serve_share(run_dir, "c", head_s=0.0)
     with (
-        FileLock(folder_of(run_dir) / "node-b.lock", fallback_to_soft=False),
+        FileLock(membership.folder_of(run_dir) / "node-b.lock", fallback_to_soft=False),
         pytest.raises(UserError, match="another node serves host b"),
     ):
         serve_share(run_dir, "b", head_s=0.0)
@@ -156,18 +143,18 @@ def _launch(run_dir, grace_s):
     engine = {"type": "bigram", "count": 2}
     table = {"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "engine": engine}
     config = parse({**table, "trainer": {"type": "bigram"}, "launch": {"grace_s": grace_s}})
-    members = Members(hosts=read_hosts(config, ["a", "b"], count=None, gpus=None))
+    members = membership.Members(hosts=read_hosts(config, ["a", "b"], count=None, gpus=None))
     (run_dir / "tokens.json").write_text(json.dumps({"token": "of this launch"}))
-    write_members(run_dir, members)
+    membership.write_members(run_dir, members)
     return members.launch(config, run_dir), members
 
 
 def _head(run_dir, messages, *, grace_s=PATIENCE_S):
     """Return a head node that has recorded a new launch, and the id of that launch."""
     launch, members = _launch(run_dir, grace_s)
-    head = HeadNode(launch, members, messages.append)
+    head = membership.HeadNode(launch, members, messages.append)
     head.begin()
-    record = read_launch(run_dir)
+    record = membership.read_launch(run_dir)
     assert record is not None and record.members == members and record.result is None
     return head, record.id
 
@@ -182,7 +169,7 @@ def test_launch_id_in_the_cluster_record_does_not_reveal_the_token(tmp_path):
 def test_failure_on_one_host_ends_the_run_with_a_message_that_names_the_host(tmp_path):
     messages = []
     head, id = _head(tmp_path, messages)
-    NodeFile(tmp_path, "b", id).tell(NodeState.FAILED, "engine-0 ended (exit status 2)")
+    membership.NodeFile(tmp_path, "b", id).tell(membership.NodeState.FAILED, "engine-0 ended (exit status 2)")
     sleep = ("python3", "-S", "-E", "-c", "import time; time.sleep(600)")
     supervisor = Supervisor(
         Plan((ProcessSpec(name="controller", argv=sleep, on_exit=OnExit.COMPLETE),)),
@@ -195,23 +182,25 @@ def test_failure_on_one_host_ends_the_run_with_a_message_that_names_the_host(tmp
     )
     result = supervisor.run()
     assert result == RunResult(RunOutcome.FAILED, "on host b: engine-0 ended (exit status 2)")
-    record = read_launch(tmp_path)
+    record = membership.read_launch(tmp_path)
     assert record is not None and record.result == result, "the other hosts stop for the same reason"
 
 
 def test_other_cluster_nodes_stop_before_the_head_node(tmp_path):
     messages = []
     head, id = _head(tmp_path, messages)
-    node = NodeFile(tmp_path, "b", id)
-    node.tell(NodeState.UP)
+    node = membership.NodeFile(tmp_path, "b", id)
+    node.tell(membership.NodeState.UP)
     order = []
 
     def follow():
         deadline = time.monotonic() + PATIENCE_S
-        while ((record := read_launch(tmp_path)) is None or record.result is None) and time.monotonic() < deadline:
+        while (
+            (record := membership.read_launch(tmp_path)) is None or record.result is None
+        ) and time.monotonic() < deadline:
             time.sleep(0.01)
         order.append("b")
-        node.tell(NodeState.ENDED)
+        node.tell(membership.NodeState.ENDED)
 
     other = threading.Thread(target=follow)
     other.start()
@@ -225,7 +214,7 @@ def test_other_cluster_nodes_stop_before_the_head_node(tmp_path):
 def test_cluster_node_that_does_not_stop_in_time_is_named(tmp_path):
     messages = []
     head, id = _head(tmp_path, messages, grace_s=0.01)
-    NodeFile(tmp_path, "b", id).tell(NodeState.UP)
+    membership.NodeFile(tmp_path, "b", id).tell(membership.NodeState.UP)
     head.end(DONE)
     assert messages[-1] == "b did not stop in time; stopping the head"
 
@@ -233,7 +222,7 @@ def test_cluster_node_that_does_not_stop_in_time_is_named(tmp_path):
 def test_process_restarts_on_all_hosts_are_written_to_one_file(tmp_path):
     head, id = _head(tmp_path, [])
     own, others = (RestartStatus(name=name, deaths=1, unforgiven=1.0, limit=3) for name in ("trainer", "engine-0"))
-    NodeFile(tmp_path, "b", id).tell_restarts((others,))
+    membership.NodeFile(tmp_path, "b", id).tell_restarts((others,))
     supervisor = Supervisor(Plan(()), tmp_path)
     head.follow(supervisor)
     head.tell_restarts((own,))

@@ -21,19 +21,7 @@ from pydantic_core import from_json
 from inference_contract.errors import ContractError
 from inference_contract.schemas import FinishReason, Usage, without_idle
 from inference_contract.tools import ToolCall
-from pipelinerl.plugins.episodes.agent_api.answer import (
-    MODEL,
-    AgentAnswer,
-    Piece,
-    event,
-    new_id,
-    objects,
-    refuse_unknown,
-    refused,
-    text_in,
-    text_of,
-    tool,
-)
+from pipelinerl.plugins.episodes.agent_api import answer as api
 
 #: Fields that are the same in a chat completion; the episode overrides those of sampling.
 _SAME: Final = ("temperature", "top_p", "top_k", "thinking", "stream")
@@ -67,7 +55,7 @@ class MessagesCall:
     def __init__(self, body: Mapping[str, Any]) -> None:
         fields = {name: value for name, value in body.items() if name not in _TAGS}
         fields = _with_effort(without_idle(fields, _KNOWN, _IDLE))
-        refuse_unknown(fields, (*_KNOWN, "reasoning_effort"))
+        api.refuse_unknown(fields, (*_KNOWN, "reasoning_effort"))
         self.chat: dict[str, Any] = {
             name: fields[name] for name in (*_SAME, "max_tokens", "reasoning_effort") if name in fields
         }
@@ -77,14 +65,14 @@ class MessagesCall:
             self.chat["stop"] = fields["stop_sequences"]
         self.chat["messages"] = [*_system(fields.get("system")), *_messages(fields.get("messages"))]
         if tools := [
-            _tool(each, f"tools.{place}") for place, each in enumerate(objects(fields.get("tools", []), "tools"))
+            _tool(each, f"tools.{place}") for place, each in enumerate(api.objects(fields.get("tools", []), "tools"))
         ]:
             self.chat["tools"] = tools
         self.chat |= _tool_choice(fields.get("tool_choice"))
-        self._id = new_id("msg")
+        self._id = api.new_id("msg")
         self._blocks, self._block = 0, ""  # blocks that have ended, and the type of the open one
 
-    def whole(self, answer: AgentAnswer) -> dict[str, Any]:
+    def whole(self, answer: api.AgentAnswer) -> dict[str, Any]:
         content: list[dict[str, Any]] = []
         if answer.thinking:
             content.append({"type": "thinking", "thinking": answer.thinking, "signature": self._id})
@@ -94,7 +82,7 @@ class MessagesCall:
         stop = _STOP_REASONS[answer.finish_reason]
         return self._message(content, stop_reason=stop, usage=_usage(answer.usage))
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: api.Piece) -> bytes:
         kind = "thinking" if piece.is_thinking else "text"
         opening = self._opening()
         if self._block != kind:
@@ -102,7 +90,7 @@ class MessagesCall:
             opening += self._close() + self._start(kind, block)
         return opening + self._delta({"type": f"{kind}_delta", kind: piece.text})
 
-    def end(self, answer: AgentAnswer) -> bytes:
+    def end(self, answer: api.AgentAnswer) -> bytes:
         events = [self._opening(), self._close()]
         for call in answer.calls:
             events += [
@@ -115,14 +103,14 @@ class MessagesCall:
         return b"".join([*events, _event("message_stop")])
 
     def broken(self, error: ContractError) -> bytes:
-        return event(error_body(error, error.status), name="error")
+        return api.event(error_body(error, error.status), name="error")
 
     def _message(self, content: list[Any], *, stop_reason: str | None, usage: Mapping[str, int]) -> dict[str, Any]:
         return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
-            "model": MODEL,
+            "model": api.MODEL,
             "content": content,
             "stop_reason": stop_reason,
             "stop_sequence": None,
@@ -158,7 +146,7 @@ def error_body(error: ContractError, status: int) -> dict[str, Any]:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return event({"type": kind, **fields}, name=kind)
+    return api.event({"type": kind, **fields}, name=kind)
 
 
 def _usage(usage: Usage) -> dict[str, int]:
@@ -197,93 +185,92 @@ def _system(system: Any) -> list[dict[str, Any]]:
         system = [
             each for each in system if not (isinstance(each, dict) and str(each.get("text")).startswith(_BOOKKEEPING))
         ]
-    text = text_of(system, ("text",), "system")
+    text = api.text_of(system, ("text",), "system")
     return [{"role": "system", "content": text}] if text else []
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
-    for place, message in enumerate(objects(value, "messages")):
+    for place, message in enumerate(api.objects(value, "messages")):
         where = f"messages.{place}"
-        refuse_unknown(message, ("role", "content"), f"{where}.")
+        api.refuse_unknown(message, ("role", "content"), f"{where}.")
         role, content = message.get("role"), message.get("content")
         if role == "assistant":
             messages.append(_assistant(content, f"{where}.content"))
         elif role in ("user", "system"):
             messages += _given(role, content, f"{where}.content")
         else:
-            raise refused(f"{where}.role", "must be user or assistant")
+            raise api.refused(f"{where}.role", "must be user or assistant")
     if messages and messages[-1]["role"] == "assistant":
-        raise refused("messages", "the last message must not be the assistant's; the model begins its own answer")
+        raise api.refused("messages", "the last message must not be the assistant's; the model begins its own answer")
     return messages
 
 
 def _assistant(content: Any, where: str) -> dict[str, Any]:
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else objects(content, where)
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else api.objects(content, where)
     texts, thinking, calls = [], [], []
     for place, block in enumerate(blocks):
         at = f"{where}.{place}"
         match block.get("type"):
             case "text":
-                texts.append(text_in(block, "text", at))
+                texts.append(api.text_in(block, "text", at))
             case "thinking":
-                thinking.append(text_in(block, "thinking", at))
+                thinking.append(api.text_in(block, "thinking", at))
             case "redacted_thinking":
                 pass
             case "tool_use":
-                function = {"name": text_in(block, "name", at), "arguments": _arguments(block.get("input"), at)}
-                calls.append({"id": text_in(block, "id", at), "type": "function", "function": function})
+                value = block.get("input")
+                if not isinstance(value, dict):
+                    raise api.refused(f"{at}.input", "must be an object")
+                function = {"name": api.text_in(block, "name", at), "arguments": json.dumps(value, ensure_ascii=False)}
+                calls.append({"id": api.text_in(block, "id", at), "type": "function", "function": function})
             case _:
-                raise refused(f"{at}.type", "must be text, thinking or tool_use; leave the block out")
+                raise api.refused(f"{at}.type", "must be text, thinking or tool_use; leave the block out")
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if any(thinking):
         message["reasoning_content"] = "\n".join(thinking)
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _arguments(value: Any, where: str) -> str:
-    if not isinstance(value, dict):
-        raise refused(f"{where}.input", "must be an object")
-    return json.dumps(value, ensure_ascii=False)
-
-
 def _given(role: str, content: Any, where: str) -> list[dict[str, Any]]:
     """Return the messages of a user's blocks, in their order: one for each tool's result, and one for texts between."""
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else objects(content, where)
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else api.objects(content, where)
     messages: list[dict[str, Any]] = []
     for place, block in enumerate(blocks):
         at = f"{where}.{place}"
         match block.get("type"):
             case "text":
-                text = text_in(block, "text", at)
+                text = api.text_in(block, "text", at)
                 if messages and messages[-1]["role"] == role:
                     messages[-1]["content"] += f"\n{text}"
                 else:
                     messages.append({"role": role, "content": text})
             case "tool_result":
                 result = block.get("content")
-                text = "" if result is None else text_of(result, ("text",), f"{at}.content")
-                messages.append({"role": "tool", "tool_call_id": text_in(block, "tool_use_id", at), "content": text})
+                text = "" if result is None else api.text_of(result, ("text",), f"{at}.content")
+                messages.append(
+                    {"role": "tool", "tool_call_id": api.text_in(block, "tool_use_id", at), "content": text}
+                )
             case _:
-                raise refused(
+                raise api.refused(
                     f"{at}.type", "must be text or tool_result, since the model reads only text; leave it out"
                 )
     if not messages:
-        raise refused(where, "must not be empty")
+        raise api.refused(where, "must not be empty")
     return messages
 
 
 def _tool(each: Mapping[str, Any], where: str) -> dict[str, Any]:
     if each.get("type") not in (None, "custom"):
-        raise refused(f"{where}.type", "only the agent's own tools are supported, of the type custom; leave it out")
-    refuse_unknown(each, _OF_TOOLS, f"{where}.")
-    return tool(each.get("name"), each.get("description"), each.get("input_schema"))
+        raise api.refused(f"{where}.type", "only the agent's own tools are supported, of the type custom; leave it out")
+    api.refuse_unknown(each, _OF_TOOLS, f"{where}.")
+    return api.tool(each.get("name"), each.get("description"), each.get("input_schema"))
 
 
 def _tool_choice(choice: Any) -> dict[str, Any]:
     if choice is None:
         return {}
     if not isinstance(choice, dict):
-        raise refused("tool_choice", "must be an object")
+        raise api.refused("tool_choice", "must be an object")
     one = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
     return {"tool_choice": choice.get("type"), **one}

@@ -19,19 +19,7 @@ from typing import Any, Final
 from inference_contract.errors import ContractError
 from inference_contract.schemas import FinishReason, Usage, without_idle
 from inference_contract.tools import ToolCall
-from pipelinerl.plugins.episodes.agent_api.answer import (
-    MODEL,
-    AgentAnswer,
-    Piece,
-    event,
-    new_id,
-    objects,
-    refuse_unknown,
-    refused,
-    text_in,
-    text_of,
-    tool,
-)
+from pipelinerl.plugins.episodes.agent_api import answer as api
 
 #: The messages before and with the answer, by the response's id.
 History = MutableMapping[str, Sequence[dict[str, Any]]]
@@ -69,35 +57,37 @@ class ResponsesCall:
     def __init__(self, body: Mapping[str, Any], history: History) -> None:
         fields = {name: value for name, value in body.items() if name not in _TAGS}
         fields = without_idle(fields, _KNOWN, _IDLE)
-        refuse_unknown(fields, _KNOWN)
+        api.refuse_unknown(fields, _KNOWN)
         self.chat: dict[str, Any] = {name: fields[name] for name in _SAME if name in fields}
         if fields.get("reasoning"):
             self.chat["reasoning_effort"] = fields["reasoning"]
         if "max_output_tokens" in fields:
             self.chat["max_tokens"] = fields["max_output_tokens"]
         self.chat |= _text_format(fields.get("text"))
-        if tools := [_tool(each, f"tools.{at}") for at, each in enumerate(objects(fields.get("tools", []), "tools"))]:
+        if tools := [
+            _tool(each, f"tools.{at}") for at, each in enumerate(api.objects(fields.get("tools", []), "tools"))
+        ]:
             self.chat["tools"] = tools
         self._messages = [*_earlier(fields.get("previous_response_id"), history), *_messages(fields.get("input"))]
         instructions = fields.get("instructions")
         if instructions is not None and not isinstance(instructions, str):
-            raise refused("instructions", "must be a text")
+            raise api.refused("instructions", "must be a text")
         first = [{"role": "system", "content": instructions}] if instructions else []
         self.chat["messages"] = [*first, *self._messages]
         self._fields, self._history = fields, history
-        self._id, self._created = new_id("resp"), int(time.time())
+        self._id, self._created = api.new_id("resp"), int(time.time())
         self._sequence = 0
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
 
-    def whole(self, answer: AgentAnswer) -> dict[str, Any]:
+    def whole(self, answer: api.AgentAnswer) -> dict[str, Any]:
         """Return OpenAI's response object, and keep its messages for `previous_response_id`."""
         output = [
             _item(kind, text) for kind, text in (("reasoning", answer.thinking), ("message", answer.text)) if text
         ]
         return self._ended(answer, [*output, *map(_call, answer.calls)])
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: api.Piece) -> bytes:
         kind, part = ("reasoning", "reasoning_text") if piece.is_thinking else ("message", "output_text")
         events = [self._opening()]
         if self._open is None or self._open["type"] != kind:
@@ -109,7 +99,7 @@ class ResponsesCall:
         self._open["content"][0]["text"] += piece.text
         return b"".join([*events, self._of_part(f"{part}.delta", delta=piece.text, **_LOGPROBS[kind])])
 
-    def end(self, answer: AgentAnswer) -> bytes:
+    def end(self, answer: api.AgentAnswer) -> bytes:
         events = [self._opening(), self._close()]
         for call in answer.calls:
             item = _call(call)
@@ -131,7 +121,7 @@ class ResponsesCall:
         response = {**self._response("failed", self._output), "error": failure}
         return self._opening() + self._event("failed", response=response)
 
-    def _ended(self, answer: AgentAnswer, output: list[dict[str, Any]]) -> dict[str, Any]:
+    def _ended(self, answer: api.AgentAnswer, output: list[dict[str, Any]]) -> dict[str, Any]:
         said: dict[str, Any] = {"role": "assistant", "content": answer.content}
         if answer.calls:
             said["tool_calls"] = [call.model_dump() for call in answer.calls]
@@ -152,7 +142,7 @@ class ResponsesCall:
             "incomplete_details": None,
             "instructions": given.get("instructions"),
             "metadata": {},
-            "model": MODEL,
+            "model": api.MODEL,
             "output": list(output),
             "parallel_tool_calls": True,
             "previous_response_id": given.get("previous_response_id"),
@@ -195,19 +185,24 @@ class ResponsesCall:
         self._sequence += 1
         if kind.startswith("response.output_item"):
             fields["output_index"] = len(self._output)
-        return event({"type": kind, "sequence_number": number, **fields}, name=kind)
+        return api.event({"type": kind, "sequence_number": number, **fields}, name=kind)
 
 
 def _item(kind: str, text: str) -> dict[str, Any]:
     if kind == "reasoning":
-        return {"id": new_id("rs"), "type": kind, "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+        return {
+            "id": api.new_id("rs"),
+            "type": kind,
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": text}],
+        }
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    return {"id": new_id("msg"), "type": kind, "status": "completed", "role": "assistant", "content": [part]}
+    return {"id": api.new_id("msg"), "type": kind, "status": "completed", "role": "assistant", "content": [part]}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
     function = {"call_id": call.id, "name": call.function.name, "arguments": call.function.arguments}
-    return {"id": new_id("fc"), "type": "function_call", "status": "completed", **function}
+    return {"id": api.new_id("fc"), "type": "function_call", "status": "completed", **function}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -227,7 +222,7 @@ def _earlier(response_id: Any, history: History) -> Sequence[dict[str, Any]]:
     if response_id is None:
         return []
     if not isinstance(response_id, str) or response_id not in history:
-        raise refused("previous_response_id", "this episode has no such response; send its items in input")
+        raise api.refused("previous_response_id", "this episode has no such response; send its items in input")
     return history[response_id]
 
 
@@ -236,22 +231,22 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
-    for place, item in enumerate(objects(given, "input")):
+    for place, item in enumerate(api.objects(given, "input")):
         where = f"input.{place}"
         kind = item.get("type", "message")
         if kind == "function_call_output":
-            output = text_of(item.get("output"), _TEXTS, f"{where}.output")
-            messages.append({"role": "tool", "tool_call_id": text_in(item, "call_id", where), "content": output})
+            output = api.text_of(item.get("output"), _TEXTS, f"{where}.output")
+            messages.append({"role": "tool", "tool_call_id": api.text_in(item, "call_id", where), "content": output})
         elif kind == "message" and item.get("role") != "assistant":
-            content = text_of(item.get("content"), _TEXTS, f"{where}.content")
+            content = api.text_of(item.get("content"), _TEXTS, f"{where}.content")
             messages.append({"role": item.get("role"), "content": content})
         elif kind in ("message", "reasoning", "function_call"):
             _add_to_answer(messages, kind, item, where)
         elif kind == "item_reference":
-            raise refused(f"{where}.type", "items are not stored; send the item itself, or previous_response_id")
+            raise api.refused(f"{where}.type", "items are not stored; send the item itself, or previous_response_id")
         else:
             known = "message, reasoning, function_call or function_call_output"
-            raise refused(f"{where}.type", f"must be {known}; leave it out")
+            raise api.refused(f"{where}.type", f"must be {known}; leave it out")
     return messages
 
 
@@ -265,34 +260,36 @@ def _add_to_answer(messages: list[dict[str, Any]], kind: str, item: Mapping[str,
         last = {"role": "assistant", "content": ""}
         messages.append(last)
     if kind == "function_call":
-        function = {"name": text_in(item, "name", where), "arguments": text_in(item, "arguments", where)}
-        call = {"id": text_in(item, "call_id", where), "type": "function", "function": function}
+        function = {"name": api.text_in(item, "name", where), "arguments": api.text_in(item, "arguments", where)}
+        call = {"id": api.text_in(item, "call_id", where), "type": "function", "function": function}
         last.setdefault("tool_calls", []).append(call)
     elif kind == "message":
-        last["content"] = text_of(item.get("content"), _TEXTS, f"{where}.content")
-    elif thinking := text_of(item.get("content") or [], ("reasoning_text", "text"), f"{where}.content"):
+        last["content"] = api.text_of(item.get("content"), _TEXTS, f"{where}.content")
+    elif thinking := api.text_of(item.get("content") or [], ("reasoning_text", "text"), f"{where}.content"):
         last["reasoning_content"] = thinking
 
 
 def _tool(each: Mapping[str, Any], where: str) -> dict[str, Any]:
     if each.get("type") != "function":
-        raise refused(f"{where}.type", "only the agent's own tools are supported, of the type function; leave it out")
-    refuse_unknown(each, _OF_TOOLS, f"{where}.")
-    return tool(each.get("name"), each.get("description"), each.get("parameters"))
+        raise api.refused(
+            f"{where}.type", "only the agent's own tools are supported, of the type function; leave it out"
+        )
+    api.refuse_unknown(each, _OF_TOOLS, f"{where}.")
+    return api.tool(each.get("name"), each.get("description"), each.get("parameters"))
 
 
 def _text_format(text: Any) -> dict[str, Any]:
     if text is None:
         return {}
     if not isinstance(text, dict):
-        raise refused("text", "must be an object")
-    refuse_unknown(text, ("format", "verbosity"), "text.")
+        raise api.refused("text", "must be an object")
+    api.refuse_unknown(text, ("format", "verbosity"), "text.")
     verbosity = {"verbosity": text["verbosity"]} if text.get("verbosity") is not None else {}
     form = text.get("format")
     if form is None or form == {"type": "text"}:
         return verbosity
     if not isinstance(form, dict):
-        raise refused("text.format", "must be an object")
+        raise api.refused("text.format", "must be an object")
     if form.get("type") != "json_schema":
         return {**verbosity, "response_format": form}
     schema = {name: value for name, value in form.items() if name != "type" and value is not None}

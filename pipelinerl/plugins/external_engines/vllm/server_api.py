@@ -77,7 +77,15 @@ class VllmServerApi:
 
         Return the model's dtype and context length. Raises `ModelError`, `EngineUnreachable`.
         """
-        self._check_version(str((await self._http.get("/version"))["version"]))
+        version = str((await self._http.get("/version"))["version"])
+        release = release_of(version)
+        if release < _TESTED:
+            raise ModelError(
+                f"the vLLM server at {self._http.url} must be of version 0.32 or later, got {version}; install a later "
+                "one"
+            )
+        if release[:2] != _TESTED:
+            log.warning("the vLLM server at %s has version %s; not run with this version", self._http.url, version)
         config = (await self._known("/server_info?config_format=json"))["vllm_config"]
         for wanted, flag in _lacking(config):
             raise ModelError(f"the vLLM server at {self._http.url} must {wanted}; start it with {flag}")
@@ -174,16 +182,6 @@ class VllmServerApi:
             raise EngineUnreachable(f"the vLLM server at {self._http.url} did not reset its cache")
 
     # --- checks of the server's flags ----------------------------------------------------------------------------
-
-    def _check_version(self, version: str) -> None:
-        release = release_of(version)
-        if release < _TESTED:
-            raise ModelError(
-                f"the vLLM server at {self._http.url} must be of version 0.32 or later, got {version}; install a later "
-                "one"
-            )
-        if release[:2] != _TESTED:
-            log.warning("the vLLM server at %s has version %s; not run with this version", self._http.url, version)
 
     async def _known(self, path: str) -> Any:
         try:

@@ -23,24 +23,7 @@ from pipelinerl.plugins.jax.trainer import mesh as jax_mesh
 from pipelinerl.plugins.jax.trainer.mesh import join
 from pipelinerl.plugins.jax.trainer.options import JaxOptions
 from pipelinerl.plugins.jax.trainer.worker import JaxWorker
-from pipelinerl.trainers.ranks.commands import (
-    Backward,
-    Command,
-    Discard,
-    ForwardAt,
-    ForwardCommand,
-    Gather,
-    Lane,
-    RankResult,
-    Save,
-    StartCommand,
-    StepCommand,
-    decode_batch,
-    decode_objective,
-    encode_batch,
-    encode_objective,
-    encode_spec,
-)
+from pipelinerl.trainers.ranks import commands as wire
 from pipelinerl.trainers.ranks.follower import Start
 from pipelinerl.trainers.ranks.rank0 import TRAINER_NUMBERS, Ranks, lead
 from pipelinerl.trainers.ranks.rendezvous import Distributed, Join
@@ -92,7 +75,7 @@ class JaxTrainer:
             self._state = JaxWorker.started(spec, options, config)
             return
         self._ranks = lead(options.distributed, join)
-        start = StartCommand(self._number, encode_spec(spec))
+        start = wire.StartCommand(self._number, wire.encode_spec(spec))
         try:
             self._state = self._together(start, lambda: JaxWorker.started(spec, options, config))
         except RankError:
@@ -110,7 +93,7 @@ class JaxTrainer:
     def _forward(self, batch: MicroBatch) -> Float32:
         worker = self._worker
         return self._together(
-            lambda: ForwardCommand(self._number, [encode_batch(batch)], 1), lambda: worker.forward([batch])
+            lambda: wire.ForwardCommand(self._number, [wire.encode_batch(batch)], 1), lambda: worker.forward([batch])
         )[0]
 
     def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
@@ -120,7 +103,9 @@ class JaxTrainer:
         for micro_batch in micro_batches:
             check(micro_batch, vocab_size=worker.config.vocab)
         return self._together(
-            lambda: ForwardAt(self._number, [encode_batch(batch) for batch in micro_batches], len(micro_batches)),
+            lambda: wire.ForwardAt(
+                self._number, [wire.encode_batch(batch) for batch in micro_batches], len(micro_batches)
+            ),
             lambda: worker.forward_at(micro_batches, weights),
         )
 
@@ -135,7 +120,7 @@ class JaxTrainer:
     def _backward(self, number: int, batch: MicroBatch, objective: Objective) -> LossStats:
         worker = self._worker
         return self._together(
-            lambda: Backward(self._number, [encode_batch(batch)], 1, encode_objective(objective)),
+            lambda: wire.Backward(self._number, [wire.encode_batch(batch)], 1, wire.encode_objective(objective)),
             lambda: worker.backward(number, batch, objective),
         )
 
@@ -143,7 +128,9 @@ class JaxTrainer:
         worker = self._worker
         if worker.gradient is None:
             raise ProtocolError("optimizer_step needs a gradient: call backward first")
-        return self._together(StepCommand(self._number, learning_rate), lambda: worker.optimizer_step(learning_rate))
+        return self._together(
+            wire.StepCommand(self._number, learning_rate), lambda: worker.optimizer_step(learning_rate)
+        )
 
     def discard_gradient(self) -> None:
         worker = self._worker
@@ -151,7 +138,7 @@ class JaxTrainer:
         def discard() -> None:
             worker.gradient = None
 
-        self._together(Discard(self._number), discard)
+        self._together(wire.Discard(self._number), discard)
 
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
         """Return parameters layer by layer, in the dtype of the model directory unless the spec overrides it."""
@@ -160,7 +147,7 @@ class JaxTrainer:
     def gather_weights(self) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
         worker = self._worker
         for place, info in enumerate(worker.layout()):
-            array = self._together(Gather(self._number, place), partial(worker.gathered, place))
+            array = self._together(wire.Gather(self._number, place), partial(worker.gathered, place))
             value = np.asarray(array.addressable_data(0))
             if worker.dithers:
                 value = dithered(value, name=info.name).view(info.dtype)
@@ -169,7 +156,7 @@ class JaxTrainer:
     def save_state(self, path: Path) -> None:
         """Write weights and moments into `path`, a directory that all processes share; each writes its own shards."""
         worker = self._worker
-        self._together(Save(self._number, str(path.absolute())), lambda: worker.save_parts(path))
+        self._together(wire.Save(self._number, str(path.absolute())), lambda: worker.save_parts(path))
         worker.save_record(path)
 
     def close(self) -> None:
@@ -179,14 +166,14 @@ class JaxTrainer:
             ranks, self._ranks = self._ranks, None
             ranks.drop(self._number)
 
-    def _together(self, command: Command | Callable[[], Command], own: Callable[[], T]) -> T:
+    def _together(self, command: wire.Command | Callable[[], wire.Command], own: Callable[[], T]) -> T:
         """Run `own` on this rank and `command` on all other ranks at once; with one process, only run `own`."""
         if self._ranks is None:
             return own()
         message = command() if callable(command) else command
         # Commands in one lane run one at a time. `Save` only reads. Gathering weights computes on the devices, so it
         # shares a lane with the forward and backward passes.
-        lane = Lane.READS if isinstance(message, Save) else Lane.PASSES
+        lane = wire.Lane.READS if isinstance(message, wire.Save) else wire.Lane.PASSES
         return self._ranks.together(lambda _: message, own, lane=lane).own
 
 
@@ -197,25 +184,25 @@ class JaxFollower:
         options, config = read_spec(spec)
         self._worker = JaxWorker.started(spec, options, config)
 
-    def execute(self, command: Command) -> list[RankResult]:
+    def execute(self, command: wire.Command) -> list[wire.RankResult]:
         """Call the worker's method for this command; rank 0 calls the same method."""
         worker = self._worker
         match command:
-            case ForwardCommand():
-                worker.forward([decode_batch(batch) for batch in command.batches])
-            case ForwardAt():
-                worker.forward_at([decode_batch(batch) for batch in command.batches], None)
-            case Backward():
-                objective = decode_objective(command.objective)
+            case wire.ForwardCommand():
+                worker.forward([wire.decode_batch(batch) for batch in command.batches])
+            case wire.ForwardAt():
+                worker.forward_at([wire.decode_batch(batch) for batch in command.batches], None)
+            case wire.Backward():
+                objective = wire.decode_objective(command.objective)
                 for number, batch in enumerate(command.batches):
-                    worker.backward(number, decode_batch(batch), objective)
-            case StepCommand():
+                    worker.backward(number, wire.decode_batch(batch), objective)
+            case wire.StepCommand():
                 worker.optimizer_step(command.learning_rate)
-            case Discard():
+            case wire.Discard():
                 worker.gradient = None
-            case Gather():
+            case wire.Gather():
                 worker.gathered(command.place)
-            case Save():
+            case wire.Save():
                 _save(worker, Path(command.path))
         return []
 

@@ -77,12 +77,21 @@ class JaxWorker:
     def started(cls, spec: TrainerSpec, options: JaxOptions, config: DecoderConfig) -> JaxWorker:
         """Load this process's shards of the weights and, if the spec restores a state, of the moments."""
         devices, compute = _devices(spec), jnp.bfloat16 if spec.precision is Precision.BF16 else jnp.float32
+        requested = options.attention
+        platform = devices[0].platform
+        windows = config.window is not None
+        if requested is PackedAttention.SPLASH and platform != "tpu":
+            raise SpecError(f'options.attention = "splash" is a kernel for TPUs, got {platform}; leave it out')
+        if requested is PackedAttention.SPLASH and windows:
+            raise SpecError('options.attention = "splash" has no sliding windows, which this model has; leave it out')
         program = TrainerProgram(
             config=config,
             mesh=jax_mesh.build(options.mesh, devices),
             compute=compute,
             remat=options.remat,
-            attention=_attention(options.attention, devices[0].platform, compute, windows=config.window is not None),
+            attention=PackedAttention.on(platform, compute=compute, windows=windows)
+            if requested is None
+            else requested,
             head=spec.head_precision,
             logits_at_once=LOGITS_AT_ONCE if devices[0].platform == "cpu" else LOGITS_ON_ACCELERATOR,
         )
@@ -224,14 +233,6 @@ def _devices(spec: TrainerSpec) -> list[Any]:
         return list(jax.devices(_PLATFORMS[spec.device]))
     except RuntimeError as error:
         raise SpecError(f"device is {spec.device}, but jax finds none: {error}; set device to auto or cpu") from error
-
-
-def _attention(requested: PackedAttention | None, platform: str, compute: Any, *, windows: bool) -> PackedAttention:
-    if requested is PackedAttention.SPLASH and platform != "tpu":
-        raise SpecError(f'options.attention = "splash" is a kernel for TPUs, got {platform}; leave it out')
-    if requested is PackedAttention.SPLASH and windows:
-        raise SpecError('options.attention = "splash" has no sliding windows, which this model has; leave it out')
-    return PackedAttention.on(platform, compute=compute, windows=windows) if requested is None else requested
 
 
 def _loaded(program: TrainerProgram, spec: TrainerSpec) -> JaxWorker:

@@ -23,23 +23,7 @@ from pipelinerl.plugins.jax.trainer import trainer as jax_trainer
 from pipelinerl.plugins.jax.trainer.mesh import join
 from pipelinerl.plugins.jax.trainer.trainer import JaxTrainer
 from pipelinerl.system.machine import free_ports
-from pipelinerl.trainers.ranks.commands import (
-    Backward,
-    Channel,
-    Gather,
-    Hello,
-    RankAnswer,
-    Refused,
-    StartCommand,
-    decode,
-    decode_batch,
-    decode_objective,
-    decode_spec,
-    encode,
-    encode_batch,
-    encode_objective,
-    encode_spec,
-)
+from pipelinerl.trainers.ranks import commands as wire
 from pipelinerl.trainers.ranks.rank0 import Ranks, lead
 from pipelinerl.trainers.ranks.rendezvous import Distributed, join_rank0
 from tests.fakes import jax_rank0
@@ -203,20 +187,20 @@ def test_other_ranks_end_when_rank_0_dies_or_hangs(how, sentence, model_path, tm
 @pytest.mark.timeout(120)
 def test_gather_runs_between_the_micro_batches_of_a_backward_call(model_path, micro_batch, monkeypatch):
     ours, theirs = tcp_pair()
-    ranks = Ranks({1: Channel(ours, peer="rank 1", silence_s=PATIENCE_S)}, timeout_s=PATIENCE_S)
-    rank1 = Channel(theirs, peer="rank 0", silence_s=PATIENCE_S)
+    ranks = Ranks({1: wire.Channel(ours, peer="rank 1", silence_s=PATIENCE_S)}, timeout_s=PATIENCE_S)
+    rank1 = wire.Channel(theirs, peer="rank 0", silence_s=PATIENCE_S)
     monkeypatch.setattr(jax_trainer, "lead", lambda distributed, join: ranks)
     options = {"mesh": {"fsdp": 2}, "distributed": {"coordinator": "127.0.0.1:1", "processes": 2}}
     spec = TrainerSpec(model_path=model_path("qwen3"), device=Device.CPU, options=options)
     trainer, commands = JaxTrainer(), []
 
     def received():
-        message = decode(rank1.receive())
+        message = wire.decode(rank1.receive())
         commands.append(type(message.command))
         return message.number
 
     def answer(number):
-        rank1.send(encode(RankAnswer(number)))
+        rank1.send(wire.encode(wire.RankAnswer(number)))
 
     with ThreadPoolExecutor(2) as threads:
         starting = threads.submit(trainer.init_worker, spec)
@@ -233,7 +217,7 @@ def test_gather_runs_between_the_micro_batches_of_a_backward_call(model_path, mi
         for _ in range(2):
             answer(received())
         assert len(backward.result(PATIENCE_S)) == 3
-    assert commands == [StartCommand, Backward, Gather, Backward, Backward]
+    assert commands == [wire.StartCommand, wire.Backward, wire.Gather, wire.Backward, wire.Backward]
     ranks.end()
     rank1.close()
 
@@ -286,35 +270,37 @@ def test_rank_0_still_waits_for_other_ranks_after_it_has_rejected_a_rank(fields,
 
 def test_rank_commands_are_unchanged_by_encoding_and_decoding(micro_batch, model_path):
     batch = micro_batch()
-    again = decode_batch(encode_batch(batch))
+    again = wire.decode_batch(wire.encode_batch(batch))
     for name in MicroBatch.__dataclass_fields__:
         np.testing.assert_array_equal(getattr(again, name), getattr(batch, name))
     options = {"mesh": {"fsdp": 2}, "distributed": {"process": 0}}
     spec = TrainerSpec(model_path=model_path("qwen3"), options=options)
-    assert decode_spec(encode_spec(spec)).model_path == spec.model_path
-    assert decode_spec(encode_spec(spec)).options == {"mesh": {"fsdp": 2}}, "each rank has its own `distributed`"
+    assert wire.decode_spec(wire.encode_spec(spec)).model_path == spec.model_path
+    assert wire.decode_spec(wire.encode_spec(spec)).options == {"mesh": {"fsdp": 2}}, (
+        "each rank has its own `distributed`"
+    )
     for objective in (resolve("grpo"), resolve("pipelinerl"), LINEAR):
-        assert decode_objective(encode_objective(objective)) == objective
+        assert wire.decode_objective(wire.encode_objective(objective)) == objective
 
 
 def test_ranks_decode_only_classes_that_are_part_of_an_objective():
     with pytest.raises(RankError, match="'os:_exit', which is not part of an objective"):
-        decode_objective({"class": "os:_exit", "fields": {}})
+        wire.decode_objective({"class": "os:_exit", "fields": {}})
     with pytest.raises(RankError, match="which is not part of an objective"):
-        decode_objective({"class": "pipelinerl.objective.presets:resolve", "fields": {"choice": "grpo"}})
+        wire.decode_objective({"class": "pipelinerl.objective.presets:resolve", "fields": {"choice": "grpo"}})
     with pytest.raises(SpecError, match="got builtins:object; train on one process"):
-        encode_objective(object())
+        wire.encode_objective(object())
     with pytest.raises(RankError, match="cannot be decoded"):
-        decode(b"\x80")
+        wire.decode(b"\x80")
 
 
 def test_peer_that_sends_only_heartbeats_does_not_time_out():
     ours, theirs = tcp_pair()
-    listening, beating = (Channel(end, peer="rank 1", silence_s=1.5) for end in (ours, theirs))
+    listening, beating = (wire.Channel(end, peer="rank 1", silence_s=1.5) for end in (ours, theirs))
     beating.beat()
-    threading.Timer(3.5, lambda: beating.send(encode(Refused("late")))).start()
+    threading.Timer(3.5, lambda: beating.send(wire.encode(wire.Refused("late")))).start()
     began = time.monotonic()
-    assert decode(listening.receive()) == Refused("late")
+    assert wire.decode(listening.receive()) == wire.Refused("late")
     assert time.monotonic() - began > 2.0
     beating.close()
     with pytest.raises(RankError, match="rank 1 is gone: it ended the connection"):
@@ -324,10 +310,10 @@ def test_peer_that_sends_only_heartbeats_does_not_time_out():
 
 def test_channel_raises_an_error_if_its_peer_is_silent_or_sends_an_oversized_message():
     ours, theirs = tcp_pair()
-    listening, silent = (Channel(end, peer="rank 1", silence_s=0.3) for end in (ours, theirs))
+    listening, silent = (wire.Channel(end, peer="rank 1", silence_s=0.3) for end in (ours, theirs))
     with pytest.raises(RankError, match=r"rank 1 sent nothing for 0.3 s"):
         listening.receive()
-    silent.send(encode(Hello(1, 2, "x" * 100)))
+    silent.send(wire.encode(wire.Hello(1, 2, "x" * 100)))
     with pytest.raises(RankError, match="at most 50 are expected"):
         listening.receive(most_bytes=50)
     for end in (listening, silent):

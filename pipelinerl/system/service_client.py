@@ -11,6 +11,7 @@ another form. Its caller retries it, here or at another service, during a grace 
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Mapping
@@ -37,6 +38,8 @@ Answer = TypeVar("Answer")
 IS_FULL: Final = "full"
 _JSON: Final = {"content-type": "application/json"}
 _SHOWN_CHARS: Final = 300
+_FIRST_PAUSE_S: Final = 0.2
+_LONGEST_PAUSE_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ class Grace:
     until: float = math.inf
     """End of the period on the monotonic clock; infinite before the first failure."""
     reason: str = ""
+    pause_s: float = _FIRST_PAUSE_S
 
     def failed(self, reason: str) -> None:
         self.reason = reason
@@ -89,6 +93,14 @@ class Grace:
 
     def is_over(self, pause_s: float = 0.0) -> bool:
         return time.monotonic() + pause_s >= self.until
+
+    async def pause(self, error: Exception) -> None:
+        """Record a failure and wait, longer each time; raise `error` instead if the period would end meanwhile."""
+        self.failed(str(error))
+        if self.is_over(self.pause_s):
+            raise error
+        await asyncio.sleep(self.pause_s)
+        self.pause_s = min(2 * self.pause_s, _LONGEST_PAUSE_S)
 
 
 class ServiceClient:

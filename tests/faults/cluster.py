@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -45,7 +44,7 @@ def model() -> Path:
     return path
 
 
-def recipe(seed: int) -> dict[str, Any]:
+def recipe(seed):
     """Return the recipe of a run that is longer than any test: four groups per step, a checkpoint every other step."""
     return {
         "run": {"name": "chaos", "seed": seed, "steps": 100_000},
@@ -69,7 +68,7 @@ def recipe(seed: int) -> dict[str, Any]:
 class Cluster:
     """The processes of one run's roles; create a cluster with `running`."""
 
-    def __init__(self, directory: Path, *, recipe: Mapping[str, Any], mutant: str, engines: Sequence[str]) -> None:
+    def __init__(self, directory, *, recipe, mutant, engines):
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.model = Path(recipe["model"]["path"])
@@ -105,14 +104,14 @@ class Cluster:
         self.supervised: set[str] = set()
         """Roles that are restarted when they end with status 1, as the launcher does."""
 
-    def begin(self) -> None:
+    def begin(self):
         self.start("controller")
         self.until(lambda: not is_free(self._controller), "the controller to listen")
         for name in self.seats:
             if name not in self.processes:
                 self.start(name)
 
-    def start(self, name: str, *, stopped_at: str = "") -> None:
+    def start(self, name, *, stopped_at=""):
         """Start a role's process, which must not be alive; it suspends itself (SIGSTOP) at `stopped_at`, if given."""
         self.fuses.setdefault(name, Fuse(self.seats[name].fuse)).put_out()
         if stopped_at:
@@ -120,7 +119,7 @@ class Cluster:
         self.processes[name] = _FORKS.Process(target=play_role, args=(self.seats[name],), name=name)
         self.processes[name].start()
 
-    def kill(self, name: str, *, operation: str, points: int, grace_s: float) -> bool:
+    def kill(self, name, *, operation, points, grace_s):
         """Kill the process after it passes `points` kill points around `operation`, or after `grace_s` seconds.
 
         Return True if the process passed that many points.
@@ -133,7 +132,7 @@ class Cluster:
         process.join()
         return reached
 
-    def kill_server(self) -> list[dict[str, Any]]:
+    def kill_server(self):
         """Kill and restart the stream server; return the groups that it had acknowledged before it died."""
         os.kill(self.server.pid, signal.SIGKILL)
         os.waitid(os.P_PID, self.server.pid, os.WEXITED | os.WNOWAIT)
@@ -141,22 +140,22 @@ class Cluster:
         self.server.start()
         return made
 
-    def events(self, kind: str = "") -> list[Event]:
+    def events(self, kind=""):
         """Return the events that the run has logged so far: those of this kind, or all if `kind` is empty."""
         self._events += self._follower.all()
         return [event for event in self._events if kind in ("", event["kind"])]
 
-    def witnessed(self, name: str) -> list[dict[str, Any]]:
+    def witnessed(self, name):
         """Return the records of a witness file (see role_process.py), such as `made` or `trained`."""
         path = self.directory / f"{name}.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
-    def served_weights(self) -> tuple[int, int]:
+    def served_weights(self):
         url = f"http://127.0.0.1:{self.seats['engine'].port}/health"
         answer = httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S).raise_for_status()
         return answer.json()["epoch"], answer.json()["model_version"]
 
-    def status(self) -> dict[str, Any]:
+    def status(self):
         url = f"http://127.0.0.1:{self._controller}/status"
         return (
             httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S).raise_for_status().json()
@@ -164,12 +163,12 @@ class Cluster:
 
     def until(
         self,
-        reached: Callable[[], Any],
-        what: str,
+        reached,
+        what,
         *,
-        timeout_s: float = PATIENCE_S,
-        statuses: Collection[int] = (),
-    ) -> None:
+        timeout_s=PATIENCE_S,
+        statuses=(),
+    ):
         """Wait until `reached` returns true; fail on a timeout, or if a role ends with a status not in `statuses`."""
         deadline = time.monotonic() + timeout_s
         while not reached():
@@ -182,11 +181,11 @@ class Cluster:
                 raise AssertionError(f"waiting for {what}: {reason}\n{self.story()}")
             time.sleep(0.01)
 
-    def story(self) -> str:
+    def story(self):
         logs = sorted(self.directory.glob("*.log"))
         return "\n".join(f"--- {log.name}\n" + "\n".join(log.read_text().splitlines()[-12:]) for log in logs)
 
-    def end(self) -> None:
+    def end(self):
         for process in self.processes.values():
             process.kill()
             process.join()
@@ -194,9 +193,7 @@ class Cluster:
 
 
 @contextmanager
-def running(
-    directory: Path, *, seed: int, mutant: str = "", engines: Sequence[str] = ("engine",), **sections: Any
-) -> Iterator[Cluster]:
+def running(directory, *, seed, mutant="", engines=("engine",), **sections):
     """Yield a running cluster; `mutant` names a flawed design of one role, `sections` replace sections of `recipe`."""
     cluster = Cluster(directory, recipe=recipe(seed) | sections, mutant=mutant, engines=engines)
     try:

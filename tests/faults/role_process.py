@@ -25,7 +25,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -41,12 +41,11 @@ from pipelinerl.plugins.episodes import episode
 from pipelinerl.plugins.parameter_server import server as parameter_server_role
 from pipelinerl.roles import actor_role, controller_role, engine_role, process, trainer_role
 from pipelinerl.streams.records import decode_group
-from pipelinerl.streams.stream import Entry, Stream
+from pipelinerl.streams.stream import Entry
 from pipelinerl.training import loop, publishing
-from pipelinerl.training.batch import TrainBatch
 from pipelinerl.training.checkpoints import checkpoint, checkpoint as checkpoint_fence
 from pipelinerl.training.rollouts import admission, rollout_reader
-from pipelinerl.types import Outcome, Problem, RolloutGroup, Turn, Verdict, VersionSpan
+from pipelinerl.types import Outcome, Verdict, VersionSpan
 from pipelinerl.weights.broadcast import collective  # noqa: F401  likewise, with torch
 
 OPERATIONS = (
@@ -59,7 +58,7 @@ TOKEN = "of this test"
 
 @final
 class Coin:
-    async def verify(self, problem: Problem, text: str) -> Verdict:
+    async def verify(self, problem, text):
         right = bool(crc32(text.encode()) & 1)
         return Verdict(outcome=Outcome.CORRECT if right else Outcome.WRONG, reward=float(right))
 
@@ -71,23 +70,23 @@ class Fuse:
     Its three bytes are the operation, the number of points to pass first, and the signal.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             path.write_bytes(bytes(3))
         with path.open("r+b") as file:
             self._shared = mmap.mmap(file.fileno(), 3)
 
-    def light(self, operation: str, points: int, number: signal.Signals = signal.SIGKILL) -> None:
+    def light(self, operation, points, number=signal.SIGKILL):
         """Make the process send itself the signal at `operation`, after it has passed `points` further points there."""
         self._shared[1] = points
         self._shared[2] = number
         self._shared[0] = OPERATIONS.index(operation)
 
-    def put_out(self) -> None:
+    def put_out(self):
         self._shared[0] = 0
 
-    def point(self, operation: str) -> None:
+    def point(self, operation):
         if self._shared[0] and OPERATIONS[self._shared[0]] == operation:
             if self._shared[1] == 0:
                 self.put_out()
@@ -111,11 +110,11 @@ class GroupEndpoint:
     mutant: str = ""
 
     @property
-    def fuse(self) -> Path:
+    def fuse(self):
         return self.run_dir / "fuses" / self.name
 
 
-def fingerprint(group: RolloutGroup) -> str:
+def fingerprint(group):
     """Return a fingerprint of a group, from its samples and the versions that sampled them."""
     digest = hashlib.blake2b(digest_size=12)
     for rollout in group.rollouts:
@@ -129,11 +128,11 @@ def fingerprint(group: RolloutGroup) -> str:
 class Witness:
     """Writer of the witness files."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory):
         self._directory = directory
         self._step: dict[str, Any] = {}
 
-    def note_batch(self, batch: TrainBatch) -> None:
+    def note_batch(self, batch):
         rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
         learning = [rollout for rollout, learns in zip(rollouts, batch.learns, strict=True) if learns]
         self._step = {
@@ -142,19 +141,19 @@ class Witness:
             "in_loss": sum(int(each.loss_mask.sum()) for each in batch.micro_batches),
         }
 
-    def published(self, epoch: int, version: int, weights: Callable[[], Iterable[tuple[str, Any]]]) -> None:
+    def published(self, epoch, version, weights):
         (self._directory / "published").mkdir(exist_ok=True)
         arrays = {name: np.asarray(array) for name, array in weights()}
         file = self._directory / "published" / f"{epoch}-{version}"
         np.savez(file.with_suffix(".new.npz"), **arrays)
         file.with_suffix(".new.npz").replace(file.with_suffix(".npz"))
 
-    def will_report(self, payload: bytes) -> None:
+    def will_report(self, payload):
         report = decode_report(payload)
         if isinstance(report, StepDone):
             self._write("trained", [{"epoch": report.epoch, "version": report.model_version, **self._step}])
 
-    def made(self, payloads: list[bytes], first_id: int) -> None:
+    def made(self, payloads, first_id):
         lines = []
         (self._directory / "groups").mkdir(exist_ok=True)
         for number, payload in enumerate(payloads, start=first_id):
@@ -166,10 +165,10 @@ class Witness:
             lines.append(facts | {"epoch": epoch, "newest": newest})
         self._write("made", lines)
 
-    def trimmed(self, stream: str, *, requested_at: float) -> None:
+    def trimmed(self, stream, *, requested_at):
         self._write("trimmed", [{"stream": stream, "pid": os.getpid(), "requested_at": requested_at}])
 
-    def _write(self, name: str, lines: list[dict[str, Any]]) -> None:
+    def _write(self, name, lines):
         handle = os.open(self._directory / f"{name}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(handle, "".join(json.dumps(line) + "\n" for line in lines).encode())
         os.close(handle)
@@ -179,12 +178,12 @@ class Witness:
 class Mortal:
     """A stream that may signal its own process before and after each operation."""
 
-    def __init__(self, inner: Stream, fuse: Fuse, witness: Witness) -> None:
+    def __init__(self, inner, fuse, witness):
         self._inner = inner
         self._fuse = fuse
         self._witness = witness
 
-    async def append(self, stream: str, payloads: list[bytes], *, first_id: int | None = None) -> int:
+    async def append(self, stream, payloads, *, first_id=None):
         self._fuse.point("append")
         if stream == REPORTS:
             self._witness.will_report(payloads[0])
@@ -194,12 +193,12 @@ class Mortal:
         self._fuse.point("append")
         return new
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         method = getattr(self._inner, name)
         if not callable(method):
             return method
 
-        async def called(*arguments: Any, **named: Any) -> Any:
+        async def called(*arguments, **named):
             self._fuse.point(name)
             requested_at = time.time()
             answer = await method(*arguments, **named)
@@ -220,18 +219,18 @@ class SharedReader:
 
     early = True
 
-    def __init__(self, stream: Stream, **offsets: Any) -> None:
+    def __init__(self, stream, **offsets):
         self._directives = rollout_reader.RolloutReader(stream, offsets={})
         self._stream = stream
         self._held: list[Entry] = []
 
-    async def start(self) -> None:
+    async def start(self):
         await self._directives.start()
 
-    async def read_directives(self, *, block_s: float) -> Any:
+    async def read_directives(self, *, block_s):
         return await self._directives.read_directives(block_s=block_s)
 
-    async def read(self, *, block_s: float) -> rollout_reader.Arrivals:
+    async def read(self, *, block_s):
         groups = []
         for partition in await self._stream.streams(ROLLOUTS):
             entries = await self._stream.claim(
@@ -244,40 +243,40 @@ class SharedReader:
             await self._acknowledge()
         return rollout_reader.Arrivals(groups, await self._directives.read_directives(block_s=min(block_s, 0.05)))
 
-    def safe_offsets(self, is_waiting: Callable[[int], bool]) -> dict[str, str]:
+    def safe_offsets(self, is_waiting):
         return {}
 
-    async def trim(self, offsets: dict[str, str], epoch: int) -> None:
+    async def trim(self, offsets, epoch):
         if not self.early:
             await self._acknowledge()
 
-    async def _acknowledge(self) -> None:
+    async def _acknowledge(self):
         for entry in self._held:
             await self._stream.acknowledge(entry.stream, group="trainer", entry_ids=[entry.entry_id])
         self._held = []
 
 
-def acknowledge_before_training() -> None:
+def acknowledge_before_training():
     loop.RolloutReader = SharedReader  # type: ignore[misc,assignment]
 
 
-def acknowledge_after_checkpoint() -> None:
+def acknowledge_after_checkpoint():
     """Install a trainer that acknowledges groups only after a checkpoint and keeps no record of ended orders."""
     SharedReader.early = False
     loop.RolloutReader = SharedReader  # type: ignore[misc,assignment]
     admission.ConsumedLedger.has = lambda self, index: False  # type: ignore[method-assign]
 
 
-def claim_nothing() -> None:
+def claim_nothing():
     """Install a trainer that commits checkpoints even after another trainer has claimed the directory."""
     checkpoint_fence.CheckpointFence.check = lambda self, epoch: None  # type: ignore[method-assign]
 
 
-def name_the_newest_version() -> None:
+def name_the_newest_version():
     """Install an actor that records the newest version as the one that sampled the whole answer."""
     honest = episode._turn
 
-    def turn(choice: Any, context: Any) -> Turn:
+    def turn(choice, context):
         made = honest(choice, context)
         return replace(made, spans=(VersionSpan(made.spans[-1].model_version, len(made.token_ids)),))
 
@@ -294,7 +293,7 @@ MUTANTS: Mapping[str, tuple[str, Callable[[], None]]] = {
 }
 
 
-async def control(identity: process.Identity) -> None:
+async def control(identity):
     """Run the controller; after a kill it continues from its journal, as when the launcher restarts it."""
     died_before = (identity.run_dir / "events.jsonl").exists()
     await controller_role.run(identity, from_journal=died_before)
@@ -310,7 +309,7 @@ ROLES: Mapping[str, Any] = {
 }
 
 
-def play_role(seat: GroupEndpoint) -> None:
+def play_role(seat):
     """Run one role in this process, with its `Fuse` and `Witness`."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the process that forked this one
     log = os.open(seat.run_dir / f"{seat.name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -319,10 +318,10 @@ def play_role(seat: GroupEndpoint) -> None:
     fuse, witness = Fuse(seat.fuse), Witness(seat.run_dir)
     open_stream, build = process.open_stream, loop.build
 
-    async def opened(*arguments: Any, **named: Any) -> Any:
+    async def opened(*arguments, **named):
         return Mortal(await open_stream(*arguments, **named), fuse, witness)
 
-    def noted(groups: list[RolloutGroup], *arguments: Any, **named: Any) -> TrainBatch:
+    def noted(groups, *arguments, **named):
         batch = build(groups, *arguments, **named)
         witness.note_batch(batch)
         return batch
@@ -331,29 +330,29 @@ def play_role(seat: GroupEndpoint) -> None:
     update, sync = EngineClient.request_weight_update, checkpoint._sync_tree
     claim, record, publication = checkpoint.CheckpointStore.claim, episode.Episode.record, publishing.Publication
 
-    async def updated(*arguments: Any, **named: Any) -> Any:
+    async def updated(*arguments, **named):
         fuse.point("update")
         answer = await update(*arguments, **named)
         fuse.point("update")
         return answer
 
-    def synced(directory: Path) -> None:
+    def synced(directory):
         fuse.point("checkpoint")
         sync(directory)
         fuse.point("checkpoint")  # the files are written, but not yet renamed into place
         fuse.point("durable")
 
-    def claimed(store: checkpoint.CheckpointStore, epoch: int) -> None:
+    def claimed(store, epoch):
         claim(store, epoch)
         fuse.point("claimed")
 
-    def recorded(self: episode.Episode, planned: Any, completion: Any) -> Any:
+    def recorded(self, planned, completion):
         fuse.point("turn")
         turn = record(self, planned, completion)
         fuse.point("turn")
         return turn
 
-    def published(**fields: Any) -> publishing.Publication:
+    def published(**fields):
         witness.published(fields["epoch"], fields["version"], fields["weights"])
         return publication(**fields)
 

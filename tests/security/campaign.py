@@ -8,7 +8,6 @@ import json
 import resource
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, final
@@ -47,7 +46,7 @@ class Findings:
     grown_bytes: int = 0
     seconds: float = 0.0
 
-    def __str__(self) -> str:
+    def __str__(self):
         counted = ", ".join(f"{count} × {status}" for status, count in sorted(self.statuses.items()))
         return (
             f"{self.requests} requests in {self.seconds:.0f} s: {counted}; {self.waited} waited for others; "
@@ -63,7 +62,7 @@ class _Asked:
     ended: float = float("inf")
 
 
-async def campaign(server: str, directory: Path, *, seed: int, count: int) -> Findings:
+async def campaign(server, directory, *, seed, count):
     """Send `count` fuzzed requests to a server in its own process; measure how much its memory grows after a quarter.
 
     Args:
@@ -92,24 +91,24 @@ async def campaign(server: str, directory: Path, *, seed: int, count: int) -> Fi
 
 @final
 class _Clients:
-    def __init__(self, url: str, stream: Iterator[tuple[str, str, dict[str, str], bytes]]) -> None:
+    def __init__(self, url, stream):
         self.found = Findings()
         self._url = url
         self._stream = stream
         self._asked = deque[_Asked](maxlen=100_000)
 
-    async def ask(self, count: int) -> None:
+    async def ask(self, count):
         """Send `count` more requests; each client waits for the response before it sends its next request."""
         until, patience = self.found.requests + count, aiohttp.ClientTimeout(total=_WAITS_FOR_OTHERS_S)
         connections = aiohttp.TCPConnector(keepalive_timeout=60.0)
         async with aiohttp.ClientSession(connector=connections, timeout=patience, trust_env=False) as http:
             await asyncio.gather(*(self._client(http, until) for _ in range(_CLIENTS)))
 
-    def at_work(self, stall: Stall) -> list[str]:
+    def at_work(self, stall):
         """Return the requests to which the server had not responded during a stall."""
         return [request.words for request in self._asked if request.began < stall.ended and request.ended > stall.began]
 
-    async def _client(self, http: aiohttp.ClientSession, until: int) -> None:
+    async def _client(self, http, until):
         found = self.found
         while found.requests < until:
             found.requests += 1
@@ -129,9 +128,7 @@ class _Clients:
                     found.failures.append(f"{status} to {request.words}: {body[:500]!r}")
             request.ended = time.monotonic()
 
-    async def _answer(
-        self, http: aiohttp.ClientSession, method: str, path: str, headers: dict[str, str], content: bytes
-    ) -> tuple[int, bytes]:
+    async def _answer(self, http, method, path, headers, content):
         """Return the response; retry once if the server has just closed the kept-alive connection."""
         for is_last in (False, True):
             body = io.BytesIO(content)  # sent in pieces: large bytes would block the event loop
@@ -144,12 +141,12 @@ class _Clients:
         raise AssertionError("the last attempt returns or raises")
 
 
-def _code(body: bytes) -> str:
+def _code(body):
     try:
         return str(json.loads(body)["error"]["code"])
     except (ValueError, KeyError, TypeError):
         return ""
 
 
-def _resident_bytes(pid: int) -> int:
+def _resident_bytes(pid):
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()

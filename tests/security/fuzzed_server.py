@@ -3,15 +3,11 @@
 python -m tests.security.fuzzed_server SERVER DIRECTORY      prints its port, serves until it is killed
 """
 
-from __future__ import annotations
-
 import os
 import sys
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import uvloop
 
@@ -20,7 +16,7 @@ from tests.security.servers import TOKEN, application
 
 
 @asynccontextmanager
-async def at_work(server: str, directory: Path) -> AsyncIterator[Any]:
+async def at_work(server, directory):
     """Yield the server's application; if it is a controller, also run the controller's background service."""
     if server.endswith("engine"):
         import_module("torch")  # as a real engine does at its start: an import in the first join would be a stall
@@ -34,7 +30,7 @@ async def at_work(server: str, directory: Path) -> AsyncIterator[Any]:
         yield create_api(run.service, token=TOKEN)
 
 
-async def main(server: str, directory: Path) -> None:
+async def main(server, directory):
     """Serve until killed; everything written to stderr, also by libraries, goes to a file in the directory."""
     os.dup2(os.open(directory / "stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), sys.stderr.fileno())
     with listen("127.0.0.1", 0) as bound:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from typing import Any, Final
 
 from pipelinerl.plugins.oubliette.repository import Link
@@ -85,7 +84,7 @@ _TEXTS: Final = (
 )  # fmt: skip
 
 
-def anything(draw: random.Random, depth: int = 0) -> Any:
+def anything(draw, depth=0):
     """Return a value of a random type."""
     match draw.randrange(8 if depth < 3 else 5):
         case 0 | 1:
@@ -105,7 +104,7 @@ def anything(draw: random.Random, depth: int = 0) -> Any:
             return nested
 
 
-def mutated(draw: random.Random, value: Any) -> Any:
+def mutated(draw, value):
     """Return a copy of a valid body with one fault."""
     if isinstance(value, dict) and value and draw.random() < 0.9:
         name = draw.choice(sorted(value))
@@ -130,7 +129,7 @@ def mutated(draw: random.Random, value: Any) -> Any:
     return anything(draw)
 
 
-def body(draw: random.Random, path: str) -> bytes:
+def body(draw, path):
     """Return the bytes of a request body for this path."""
     known = max((end for end in BODIES if path.endswith(end)), key=len, default="")
     value = draw.choice(BODIES[known]) if known else anything(draw)
@@ -153,7 +152,7 @@ def body(draw: random.Random, path: str) -> bytes:
             return text.encode()
 
 
-def requests(seed: int, app: Any, token: str) -> Iterator[tuple[str, str, dict[str, str], bytes]]:
+def requests(seed, app, token):
     """Yield an endless stream of requests, each as (method, path with query, headers, body)."""
     pairs = zip(routes(app), (route for route in app.routes for _ in route.methods), strict=True)
     declared = ((pair, getattr(route, "dependant", None)) for pair, route in pairs)

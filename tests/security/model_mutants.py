@@ -6,8 +6,7 @@ import json
 import os
 import random
 import struct
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Final
 
 #: Invalid or unusual values that replace a value in a configuration file.
@@ -25,7 +24,7 @@ _WORDS: Final = (
 )  # fmt: skip
 
 
-def mutant(original: Path, into: Path, seed: int) -> str:
+def mutant(original, into, seed):
     """Write a damaged copy of the directory `original` to `into`; return a description of the damage."""
     into.mkdir()
     for file in original.iterdir():
@@ -40,7 +39,7 @@ def mutant(original: Path, into: Path, seed: int) -> str:
     return f"seed {seed}: {name}: {damage_done}"
 
 
-def _value(before: bytes, draw: random.Random) -> tuple[bytes, str]:
+def _value(before, draw):
     """Return the JSON file with one value replaced or one known configuration key set, and describe the change."""
     table = json.loads(before)
     places = [(table, word) for word in _WORDS] if "model_type" in table and draw.random() < 0.5 else []
@@ -50,14 +49,14 @@ def _value(before: bytes, draw: random.Random) -> tuple[bytes, str]:
     return json.dumps(table).encode(), f"{key} = {value!r:.60}"
 
 
-def _lost(before: bytes, draw: random.Random) -> tuple[bytes, str]:
+def _lost(before, draw):
     table = json.loads(before)
     holder, key = draw.choice([place for place in _places(table) if isinstance(place[0], dict)])
     del holder[key]
     return json.dumps(table).encode(), f"without {key}"
 
 
-def _text(before: bytes, draw: random.Random) -> tuple[bytes, str]:
+def _text(before, draw):
     at = draw.randrange(len(before))
     texts = {
         "deep": _DEEP.encode(),
@@ -75,7 +74,7 @@ def _text(before: bytes, draw: random.Random) -> tuple[bytes, str]:
     return texts[damage_done], damage_done
 
 
-def _index(before: bytes, draw: random.Random) -> tuple[bytes, str]:
+def _index(before, draw):
     name = draw.choice(
         ["../model.safetensors", "/etc/passwd", "/dev/zero", "config.json", "", ".", "..", "a\0.safetensors", 3, None,
          "model.safetensors/../../x.safetensors", "absent.safetensors", ["model.safetensors"], "model.safetensors"]
@@ -84,7 +83,7 @@ def _index(before: bytes, draw: random.Random) -> tuple[bytes, str]:
     return json.dumps(draw.choice(tables[:1] * 6 + tables)).encode(), f"index names {name!r}"
 
 
-def _header(before: bytes, draw: random.Random) -> tuple[bytes, str]:
+def _header(before, draw):
     """Return the safetensors file with a damaged header, and a description of the damage."""
     length = struct.unpack("<Q", before[:8])[0]
     kind = draw.choice(["length", "value", "lost", "text", "cut"])
@@ -98,7 +97,7 @@ def _header(before: bytes, draw: random.Random) -> tuple[bytes, str]:
     return struct.pack("<Q", len(header)) + header + before[8 + length :], f"header: {damage_done}"
 
 
-def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
+def _places(tree):
     """Yield the location of each value in a JSON tree, as (containing list or dict, index or key)."""
     for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
         yield tree, key

@@ -1,7 +1,5 @@
 """Send requests as raw bytes on a socket, to test requests that no HTTP library would send."""
 
-from __future__ import annotations
-
 import json
 import socket
 from contextlib import suppress
@@ -11,19 +9,19 @@ from urllib.parse import urlsplit
 from tests.patience import PATIENCE_S
 
 
-def connect(url: str) -> socket.socket:
+def connect(url):
     """Connect to the server at `url`."""
     parts = urlsplit(url)
     return socket.create_connection((parts.hostname, parts.port), timeout=PATIENCE_S)
 
 
-def say(connection: socket.socket, data: bytes) -> None:
+def say(connection, data):
     """Send the data; ignore errors if the server has already answered and closed the connection."""
     with suppress(BrokenPipeError, ConnectionResetError):
         connection.sendall(data)
 
 
-def hear(connection: socket.socket) -> bytes:
+def hear(connection):
     """Return all bytes that the server sends until it closes the connection."""
     received = b""
     with suppress(ConnectionResetError):
@@ -32,19 +30,19 @@ def hear(connection: socket.socket) -> bytes:
     return received
 
 
-def exchange(url: str, data: bytes) -> bytes:
+def exchange(url, data):
     """Send these bytes on a new connection; return all bytes that the server answers."""
     with connect(url) as connection:
         say(connection, data)
         return hear(connection)
 
 
-def statuses(received: bytes) -> list[int]:
+def statuses(received):
     """Return the status codes of all HTTP responses in the received bytes."""
     return [int(part[:3]) for part in received.split(b"HTTP/1.1 ")[1:]]
 
 
-def code(received: bytes) -> str:
+def code(received):
     """Return the error code in the body of the last HTTP response in the received bytes."""
     found: dict[str, Any] = json.loads(received[received.rindex(b'{"error"') :])
     return str(found["error"]["code"])

@@ -3,11 +3,6 @@
 Each server's modules are imported on demand, so that a process that serves one server starts quickly.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 TOKEN = "run-token"
 #: Servers that can run without authentication (`--no-token`), and then serve every user of the machine.
 OPEN_SERVERS = ("engine", "controller", "parameter server", "verifier", "oubliette")
@@ -17,7 +12,7 @@ SERVERS = (*OPEN_SERVERS, "page")
 FUZZED = (*SERVERS, "batching engine")
 
 
-def application(server: str, directory: Path, *, token: str | None = TOKEN) -> Any:
+def application(server, directory, *, token=TOKEN):
     """Return the application of the named server, one of `FUZZED`."""
     if server == "engine":
         from tests.fakes import scripted_engine

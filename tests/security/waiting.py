@@ -18,7 +18,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, Self, final
+from typing import Final, final
 
 from tests.patience import PATIENCE_S
 from tests.security.raw_http import connect
@@ -41,25 +41,25 @@ class Stall:
 class Waiting:
     """Watches a server for stalls, from the start of the `with` block until `stalls` is called."""
 
-    def __init__(self, url: str, idle_url: str, *, pid: int) -> None:
+    def __init__(self, url, idle_url, *, pid):
         command = [sys.executable, "-m", "tests.security.waiting", url, idle_url, str(pid)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         assert self._process.stdout is not None and self._process.stdout.readline() == "watching\n"
         return self
 
-    def stalls(self) -> list[Stall]:
+    def stalls(self):
         """Stop watching; return the longest stalls, longest first."""
         output, _ = self._process.communicate(timeout=PATIENCE_S)
         return [Stall(**stall) for stall in json.loads(output)]
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._process.kill()
         self._process.communicate()
 
 
-def _watch(target: socket.socket, idle: socket.socket, pid: int) -> list[Stall]:
+def _watch(target, idle, pid):
     longest = [Stall(0.0)]
     while not select.select([sys.stdin], [], [], _PROBE_EVERY_S)[0]:
         not_run, began = _not_run_s(pid), time.monotonic()
@@ -71,7 +71,7 @@ def _watch(target: socket.socket, idle: socket.socket, pid: int) -> list[Stall]:
     return sorted(longest, reverse=True)
 
 
-def _asked(*connections: socket.socket) -> dict[socket.socket, float]:
+def _asked(*connections):
     """Send one request on each connection at the same time; return the seconds until each was answered."""
     received, took, began = dict.fromkeys(connections, b""), dict[socket.socket, float](), time.monotonic()
     for connection in connections:
@@ -88,12 +88,12 @@ def _asked(*connections: socket.socket) -> dict[socket.socket, float]:
     return took
 
 
-def _not_run_s(pid: int) -> float:
+def _not_run_s(pid):
     """Return the seconds for which the process's main thread, which runs the event loop, waited for a CPU core."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
-def main(url: str, idle_url: str, pid: int) -> None:
+def main(url, idle_url, pid):
     """Watch the busy server until stdin closes, then print its longest stalls."""
     with connect(url) as target, connect(idle_url) as idle:
         _asked(target, idle)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Annotated, Any
+from typing import Annotated
 
 import httpx
 import pytest
@@ -20,7 +19,7 @@ from tests.patience import PATIENCE_S
 TOKEN = "run-token"
 
 
-def application(token: str | None = TOKEN, **options: Any) -> FastAPI:
+def application(token=TOKEN, **options):
     app = FastAPI(openapi_url=None, **options)
 
     @app.get("/health")
@@ -41,12 +40,12 @@ def application(token: str | None = TOKEN, **options: Any) -> FastAPI:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url():
     with in_thread(application()) as served:
         yield served
 
 
-def ask(url: str, method: str, path: str, *, token: str | None = TOKEN, **rest: Any) -> httpx.Response:
+def ask(url, method, path, *, token=TOKEN, **rest):
     headers = {b"content-type": b"application/json"}
     if token is not None:
         headers[b"authorization"] = b"Bearer " + token.encode()
@@ -54,7 +53,7 @@ def ask(url: str, method: str, path: str, *, token: str | None = TOKEN, **rest: 
 
 
 @pytest.mark.parametrize("token", [None, "x", "run-toke", "run-token2", "run-tok\u00ebn"])
-def test_http_service_requires_the_token_on_every_route_except_health(url: str, token: str | None) -> None:
+def test_http_service_requires_the_token_on_every_route_except_health(url, token):
     refused = ask(url, "POST", "/double", token=token, json={"number": 1})
     assert refused.status_code == 401
     assert refused.json()["error"]["code"] == "unauthorized"
@@ -77,9 +76,7 @@ def test_http_service_requires_the_token_on_every_route_except_health(url: str, 
         ("GET", "/broken", None, 500, "internal_error", None),
     ],
 )
-def test_http_errors_have_one_format_and_do_not_repeat_the_input(
-    url: str, method: str, path: str, body: bytes | None, status: int, code: str, param: str | None
-) -> None:
+def test_http_errors_have_one_format_and_do_not_repeat_the_input(url, method, path, body, status, code, param):
     answer = ask(url, method, path, content=body)
     assert answer.status_code == status
     error = answer.json()["error"]
@@ -91,7 +88,7 @@ def test_http_errors_have_one_format_and_do_not_repeat_the_input(
         assert answer.headers["allow"] == "POST"
 
 
-def test_error_for_a_taken_port_names_the_port() -> None:
+def test_error_for_a_taken_port_names_the_port():
     with listen("127.0.0.1", 0) as held:
         port = held.getsockname()[1]
         with pytest.raises(AddressError, match=f"port {port} on 127.0.0.1 is taken"):
@@ -101,12 +98,12 @@ def test_error_for_a_taken_port_names_the_port() -> None:
 @pytest.mark.parametrize(
     ("host", "port"), [("127.0.0.1", 70000), ("127.0.0.1", -1), ("300.1.2.3", 0), ("192.0.2.1", 0)]
 )
-def test_invalid_listen_addresses_are_rejected(host: str, port: int) -> None:
+def test_invalid_listen_addresses_are_rejected(host, port):
     with pytest.raises(AddressError, match=r"a port is a number|is not an address|cannot listen on"):
         listen(host, port)
 
 
-async def test_http_service_without_a_token_does_not_serve_other_machines() -> None:
+async def test_http_service_without_a_token_does_not_serve_other_machines():
     with pytest.raises(AddressError, match=r"refusing to serve on .* without a token"):
         await serve_until(application(token=None), listen("0.0.0.0", 0))
     over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -114,9 +111,9 @@ async def test_http_service_without_a_token_does_not_serve_other_machines() -> N
     await asyncio.wait_for(serve_until(application(), listen("0.0.0.0", 0), over=over), PATIENCE_S)
 
 
-async def test_error_during_the_startup_of_a_served_application_is_raised() -> None:
+async def test_error_during_the_startup_of_a_served_application_is_raised():
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_):
         raise ModelError("no weights")
         yield
 
@@ -125,13 +122,13 @@ async def test_error_during_the_startup_of_a_served_application_is_raised() -> N
 
 
 @pytest.mark.parametrize("ending", ["over", "cancelled", "cancelled while it closes"])
-async def test_server_waits_until_the_application_has_shut_down(ending: str) -> None:
+async def test_server_waits_until_the_application_has_shut_down(ending):
     """The application's shutdown is slow, and completes even if the server's task is cancelled meanwhile."""
     happened: list[str] = []
     closing = asyncio.Event()
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_):
         happened.append("up")
         yield
         closing.set()

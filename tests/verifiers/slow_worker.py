@@ -1,21 +1,17 @@
 """A worker function for tests of the worker pool: it sleeps, uses CPU time, dies, or reports its process id."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 
-def open_sleeper(argument: str) -> Callable[[Any], Any]:
+def open_sleeper(argument):
     if argument == "broken":
         raise RuntimeError("cannot be opened")
     if argument == "threads":  # then the pool may not fork this process, since a process with threads cannot be forked
         threading.Thread(target=threading.Event().wait, daemon=True).start()
 
-    def answering(question: Any) -> Any:
+    def answering(question):
         match question:
             case ["sleep", seconds]:
                 time.sleep(seconds)

@@ -96,8 +96,8 @@ def test_reasoning_gym_tasks_whose_scorer_executes_the_answer_are_rejected():
     assert unsafe
 
 
-async def test_answer_that_crashes_a_scorer_is_wrong_unless_the_ground_truth_also_crashes_the_scorer() -> None:
-    def scorer(index: int, answer: str) -> float:
+async def test_answer_that_crashes_a_scorer_is_wrong_unless_the_ground_truth_also_crashes_the_scorer():
+    def scorer(index, answer):
         return float(answer.encode("ascii") == b"truth")
 
     assert reasoning_gym._scored(scorer, 0, "\u0663", "truth") == 0.0
@@ -126,15 +126,13 @@ async def test_unusually_long_answer_is_scored_in_a_worker_process():
     ],
     ids=["quick", "quick on a busy machine", "three slow in a row", "four slow in a row", "two very slow"],
 )
-async def test_scorer_counts_as_slow_by_cpu_time_and_not_elapsed_time(
-    cpu_ms: list[float], waits_ms: float, slow: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_scorer_counts_as_slow_by_cpu_time_and_not_elapsed_time(cpu_ms, waits_ms, slow, monkeypatch):
     verifier, taken = ReasoningGym(), iter(cpu_ms)
     clock_s = elapsed_s = 0.0
     monkeypatch.setattr(time, "thread_time", lambda: clock_s)
     monkeypatch.setattr(time, "perf_counter", lambda: elapsed_s)
 
-    def scorer(index: int, answer: str) -> float:
+    def scorer(index, answer):
         nonlocal clock_s, elapsed_s
         spent_s = next(taken) / 1000
         clock_s, elapsed_s = clock_s + spent_s, elapsed_s + spent_s + waits_ms / 1000

@@ -63,18 +63,18 @@ class DataRows(Protocol):
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
         """Yield all rows in order, with at least those of `fields` that the row has. Raises `RecipeError`."""
-        ...
+        return map(self.row, range(len(self)))
 
     def place(self, index: int) -> str:
         """Return the row's location for messages: file and line, or file and row number."""
         ...
 
     def unread(self, index: int) -> tuple[str, ...]:
-        """Return the names of the fields that exist in the row's file but were not read."""
-        ...
+        """Return the names of the fields that exist in the row's file but were not read; by default, there are none."""
+        return ()
 
 
-class JsonRows:
+class JsonRows(DataRows):
     """Rows kept as the text of their JSON objects; CSV is converted to this form."""
 
     def __init__(self, text: bytes, bounds: _Bounds, name: str, *, numbered: str = "row") -> None:
@@ -116,13 +116,6 @@ class JsonRows:
             raise RecipeError(f"{self.place(index)}: expected an object with fields, got {shown!r}")
         return row
 
-    def scan(self, fields: frozenset[str]) -> Iterator[Row]:
-        return map(self.row, range(len(self)))
-
-    def unread(self, index: int) -> tuple[str, ...]:
-        """Return (): rows are always read completely."""
-        return ()
-
     def place(self, index: int) -> str:
         """Return the row's location: `train.jsonl line 18`, counted from 1, or `train.csv row 17`, counted from 0."""
         number = index
@@ -131,7 +124,7 @@ class JsonRows:
         return f"{self._name} {self._numbered} {number}"
 
 
-class RowSequence:
+class RowSequence(DataRows):
     """Rows of a Python sequence, such as the result of a user's function."""
 
     def __init__(self, rows: Sequence[Any], name: str) -> None:
@@ -146,13 +139,6 @@ class RowSequence:
         if not isinstance(row, dict):
             raise RecipeError(f"{self.place(index)}: expected a dict with prompt and answer, got {row!r:.80}")
         return row
-
-    def scan(self, fields: frozenset[str]) -> Iterator[Row]:
-        return map(self.row, range(len(self)))
-
-    def unread(self, index: int) -> tuple[str, ...]:
-        """Return (): rows are always complete."""
-        return ()
 
     def place(self, index: int) -> str:
         """Return the row's location: `my.py:problems row 17`."""

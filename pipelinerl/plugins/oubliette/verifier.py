@@ -32,6 +32,7 @@ from pipelinerl.plugins.oubliette.section import OublietteSection
 from pipelinerl.plugins.oubliette.toolchains import COMPILING, ToolchainMissing
 from pipelinerl.system.files import from_home
 from pipelinerl.system.secret_variables import read_secret
+from pipelinerl.system.service_client import Grace
 from pipelinerl.types import Outcome, Problem, Verdict
 from pipelinerl.verifiers.verifier import (
     GroupVerifier,
@@ -50,8 +51,6 @@ _SPARE_OUTPUT: Final = 64 << 10
 _TRIES: Final = 8
 #: Seconds for which an unreachable service is retried.
 _GRACE_S: Final = 60.0
-_FIRST_PAUSE_S: Final = 0.2
-_LONGEST_PAUSE_S: Final = 5.0
 
 
 _DEFAULTS: Final = OublietteSection()
@@ -160,7 +159,7 @@ class _LazyRunner:
             if self._unreachable is not None and self._unreachable[0] >= began:
                 raise SandboxLost(self._unreachable[1])
             try:
-                self._runner = await self._reached(began + grace_s)
+                self._runner = await self._reached(Grace(grace_s, until=began + grace_s))
             except SandboxMissing as error:
                 self._missing = str(error)
                 raise
@@ -169,18 +168,13 @@ class _LazyRunner:
                 raise
             return self._runner
 
-    async def _reached(self, until: float) -> CodeRunner:
-        pause_s = _FIRST_PAUSE_S
-        while True:
+    async def _reached(self, grace: Grace) -> CodeRunner:
+        while not self._missing:
             try:
                 return await open_runner(self._rules, at_once=self._at_once)
-            except SandboxLost:
-                if time.monotonic() + pause_s >= until:
-                    raise
-            await asyncio.sleep(pause_s)
-            if self._missing:
-                raise SandboxMissing(self._missing)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            except SandboxLost as error:
+                await grace.pause(error)
+        raise SandboxMissing(self._missing)
 
 
 async def open_runner(rules: OublietteSection, *, at_once: int) -> CodeRunner:

@@ -1,17 +1,14 @@
 """Run scenarios by name and seed; the exit status is 1 for a broken promise, and 2 for an unknown name."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import signal
 import sys
-from collections.abc import Sequence
 
 from tests.faults.scenarios.scenario import find, names, play, summary
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments=None):
     """Run the scenarios that the command line names; return the exit status."""
     parser = argparse.ArgumentParser(prog="pipelinerl chaos")
     parser.add_argument("--scenario", default="all")

@@ -13,10 +13,9 @@ import socket
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from enum import IntEnum
-from pathlib import Path
 from typing import Final
 
 import psutil
@@ -62,7 +61,7 @@ time.time = _jumping
 """
 
 
-def play(seed: int, directory: Path) -> Verdict:
+def play(seed, directory):
     situation, figures = Situation(seed % len(Situation)), Counter[str]()
     figures[f"runs with {situation.name.lower().replace('_', ' ')}"] = 1
     written = directory / "recipe.toml"
@@ -89,7 +88,7 @@ def play(seed: int, directory: Path) -> Verdict:
     return Verdict(figures, tuple(broken))
 
 
-def _prepared(situation: Situation, directory: Path) -> tuple[Sequence[str], Mapping[str, str]]:
+def _prepared(situation, directory):
     """Return the command prefix and environment variables that put the launcher into the situation."""
     match situation:
         case Situation.FEW_FILES:
@@ -105,7 +104,7 @@ def _prepared(situation: Situation, directory: Path) -> tuple[Sequence[str], Map
             return (), {}
 
 
-def _mounted(options: str, place: str) -> Sequence[str]:
+def _mounted(options, place):
     """Return a command prefix that mounts a tiny file system at `place`, or nothing if mounting is forbidden."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         return ()
@@ -116,11 +115,11 @@ def _mounted(options: str, place: str) -> Sequence[str]:
 # --- trouble ----------------------------------------------------------------------------------------------------------
 
 
-def _nothing(run: LiveRun, seed: int, figures: Counter[str]) -> None:
+def _nothing(run, seed, figures):
     _gets_on(run)
 
 
-def _kills(run: LiveRun, seed: int, figures: Counter[str]) -> None:
+def _kills(run, seed, figures):
     draw = generator(seed, "bad machine")
     victims = [*ROLES, *draw.choice(ROLES, size=_KILLS - len(ROLES))]
     for victim in map(str, draw.permutation(victims)):
@@ -130,7 +129,7 @@ def _kills(run: LiveRun, seed: int, figures: Counter[str]) -> None:
         _gets_on(run)
 
 
-def _standstill(run: LiveRun, seed: int, figures: Counter[str]) -> None:
+def _standstill(run, seed, figures):
     for role in ROLES:
         process = _signal(run, role, signal.SIGSTOP)
         time.sleep(_STANDS_STILL_S)
@@ -140,7 +139,7 @@ def _standstill(run: LiveRun, seed: int, figures: Counter[str]) -> None:
         _gets_on(run)
 
 
-def _port_taken(run: LiveRun, seed: int, figures: Counter[str]) -> None:
+def _port_taken(run, seed, figures):
     for role in ("engine-0", "controller"):
         words = run.role(role).cmdline()
         port = int(words[words.index("--port") + 1])
@@ -151,7 +150,7 @@ def _port_taken(run: LiveRun, seed: int, figures: Counter[str]) -> None:
         _gets_on(run)
 
 
-def _bound(port: int) -> socket.socket:
+def _bound(port):
     deadline = time.monotonic() + 10.0
     while True:
         thief = socket.socket()
@@ -175,10 +174,10 @@ _TROUBLE: Final[Mapping[Situation, Callable[[LiveRun, int, Counter[str]], None]]
 }
 
 
-def _signal(run: LiveRun, role: str, number: int) -> psutil.Process:
+def _signal(run, role, number):
     found: list[psutil.Process] = []
 
-    def is_up(run: LiveRun) -> bool:
+    def is_up(run):
         with suppress(AssertionError):
             found.append(run.role(role))
         return bool(found)
@@ -188,7 +187,7 @@ def _signal(run: LiveRun, role: str, number: int) -> psutil.Process:
     return found[-1]
 
 
-def _gets_on(run: LiveRun) -> None:
+def _gets_on(run):
     steps = len(run.steps())
     run.until(lambda run: len(run.steps()) >= steps + 2, "two more steps", _WAIT_S)
 
@@ -196,14 +195,14 @@ def _gets_on(run: LiveRun) -> None:
 # --- what must hold ---------------------------------------------------------------------------------------------------
 
 
-def _closed(run: LiveRun) -> list[str]:
+def _closed(run):
     """Close the run's terminal (SIGHUP); return sentences about a wrong exit status and about processes that remain."""
     os.killpg(run.launcher.pid, signal.SIGHUP)
     status = run.end(_WAIT_S)
     return ([] if status == 130 else [f"a closed terminal ends a run with 130, not {status}"]) + _left(run)
 
 
-def _settled(run: LiveRun) -> list[str]:
+def _settled(run):
     """Stop the run; return sentences about contradictions in its ledger and about processes that remain."""
     deadline = time.monotonic() + _WAIT_S
     while run.launcher.poll() is None:
@@ -220,11 +219,11 @@ def _settled(run: LiveRun) -> list[str]:
     return broken + (unbalanced(run) if run.events("run_finished") else ["the event log has no end"])
 
 
-def _left(run: LiveRun) -> list[str]:
+def _left(run):
     return [] if run.is_gone() else [f"processes are left: {[' '.join(each.cmdline()) for each in run.alive()]}"]
 
 
-def unbalanced(run: LiveRun) -> list[str]:
+def unbalanced(run):
     """Return a sentence for each order that was trained twice, and for each contradiction of ledger and event log."""
     trained: dict[int, list[int]] = {}
     for event in run.events():
@@ -243,7 +242,7 @@ def unbalanced(run: LiveRun) -> list[str]:
     return broken
 
 
-def _read_only(arguments: Sequence[str], path: Path) -> list[str]:
+def _read_only(arguments, path):
     """Launch a run where nothing can be written; return its output unless that is one sentence of refusal."""
     through = _mounted("-o ro", str(path.parent))
     if not through:

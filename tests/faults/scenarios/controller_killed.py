@@ -4,10 +4,7 @@ Each seed plays a random run of the pure controller with and without deaths, and
 some crash points: before or after an append, a trim or a line of the event log.
 """
 
-from __future__ import annotations
-
 import asyncio
-from pathlib import Path
 
 from pipelinerl.rng import generator
 from tests.controller.service.test_journal import NEVER, live, same_with_and_without_deaths
@@ -21,7 +18,7 @@ STEPS = 6
 CRASHES = 4
 
 
-def play(seed: int, directory: Path) -> Verdict:
+def play(seed, directory):
     broken = []
     try:
         same_with_and_without_deaths(seed)

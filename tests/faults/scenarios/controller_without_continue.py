@@ -7,10 +7,7 @@ Then it is started with --continue and the run continues from the same state.
     continues   with --continue, the run takes further steps; none is missing or repeated, and the ledger balances
 """
 
-from __future__ import annotations
-
 import time
-from pathlib import Path
 
 from pipelinerl.rng import generator
 from tests.faults.cluster import running
@@ -21,7 +18,7 @@ SHORT = range(1)
 LONG = range(20)
 
 
-def play(seed: int, directory: Path) -> Verdict:
+def play(seed, directory):
     """Kill the controller at a random moment, and start it again without and then with --continue."""
     draw, broken = generator(seed, "controller without continue"), list[str]()
     with running(directory, seed=seed) as cluster:

@@ -8,10 +8,8 @@ registrations, a working engine is added.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Thread
 from typing import Final
 
@@ -21,7 +19,7 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.rng import generator
 from pipelinerl.system.machine import free_ports
 from tests.fakes.live_fleet import engines, fleet, until_serving
-from tests.fakes.live_run import LiveRun, endless_run, launched, output_of
+from tests.fakes.live_run import endless_run, launched, output_of
 from tests.faults.scenarios.scenario import Verdict
 
 SHORT = range(2)
@@ -41,19 +39,19 @@ _ADDRESSES: Final = 3
 class _HangsUp(BaseHTTPRequestHandler):
     """An engine that answers polls and closes the connection on other requests."""
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.send_response(200)
         self.end_headers()
         self.wfile.write(b"pipelinerl_engine_slots 4\n")
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         self.close_connection = True
 
-    def log_message(self, *_: object) -> None: ...
+    def log_message(self, *_): ...
 
 
 @contextmanager
-def _hanging_up() -> Iterator[str]:
+def _hanging_up():
     server = ThreadingHTTPServer(("127.0.0.1", 0), _HangsUp)
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -64,7 +62,7 @@ def _hanging_up() -> Iterator[str]:
         server.server_close()
 
 
-def play(seed: int, directory: Path, *, offers: int = 60, within_s: float = 40.0) -> Verdict:
+def play(seed, directory, *, offers=60, within_s=40.0):
     """Compare the speed before, during and after `offers` registrations of dead engines; then add a working engine."""
     draw, path, broken = generator(seed, "dead offers"), directory / "run", list[str]()
     with ExitStack() as stack:
@@ -75,7 +73,7 @@ def play(seed: int, directory: Path, *, offers: int = 60, within_s: float = 40.0
             urls = [f"http://127.0.0.1:{port}" for port in free_ports(_ADDRESSES)]
         gaps_s = draw.dirichlet([4.0] * offers) * within_s
 
-        def storm() -> None:
+        def storm():
             with controller_of(run.directory) as controller:
                 for number, gap_s in enumerate(gaps_s):
                     offer = {"url": urls[number % len(urls)], "incarnation": f"life-{time.monotonic_ns()}"}
@@ -120,7 +118,7 @@ def play(seed: int, directory: Path, *, offers: int = 60, within_s: float = 40.0
     return Verdict(figures, tuple(broken))
 
 
-def _speed(run: LiveRun, meanwhile: Callable[[], None]) -> float:
+def _speed(run, meanwhile):
     began, first = time.monotonic(), max(run.steps())
     meanwhile()
     return (max(run.steps()) - first) / (time.monotonic() - began)

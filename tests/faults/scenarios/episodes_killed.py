@@ -31,10 +31,9 @@ from pipelinerl.numerics.logprobs import log_softmax
 from pipelinerl.plugins.bigram.model import PARAMETER
 from pipelinerl.rng import generator
 from pipelinerl.streams.records import decode_group
-from pipelinerl.types import Rollout, RolloutGroup, Turn
 from tests.fakes import paced_bigram
 from tests.fakes.watched_game import EXAMPLE, REFERENCE, example, open_episodes
-from tests.faults.cluster import GROUP_SIZE, Cluster, running
+from tests.faults.cluster import GROUP_SIZE, running
 from tests.faults.scenarios.role_killed import Findings, settle
 from tests.faults.scenarios.scenario import Verdict
 from tests.patience import PATIENCE_S
@@ -65,12 +64,12 @@ CLOSE: Final = 1e-4
 _SPECIAL: Final = re.compile(r"<\|\w+\|>")
 
 
-def uses_torch(seed: int) -> bool:
+def uses_torch(seed):
     """Return True if the run of this seed uses a torch model: one seed in five, since these runs take longer."""
     return seed % 5 == 4
 
 
-def play(seed: int, directory: Path, *, mutant: str = "", kills: int = KILLS) -> Verdict:
+def play(seed, directory, *, mutant="", kills=KILLS):
     broken: list[str] = []
     figures = Counter[str]()
     playing = directory / "open_episodes"
@@ -101,7 +100,7 @@ def play(seed: int, directory: Path, *, mutant: str = "", kills: int = KILLS) ->
     return Verdict({name: figures[name] for name in order} | counted, tuple(broken))
 
 
-def sections(seed: int, playing: Path) -> dict[str, Any]:
+def sections(seed, playing):
     path = ModelSection(path="shipped:tiny_speller").resolved if uses_torch(seed) else model()
     kind = "torch" if uses_torch(seed) else paced_bigram.ENGINE
     return {
@@ -132,12 +131,12 @@ def model() -> Path:
     return path
 
 
-def victims(seed: int, kills: int) -> list[str]:
+def victims(seed, kills):
     draw = generator(seed, "victims")
     return [str(each) for _ in range(0, kills, len(VICTIMS)) for each in draw.permutation(VICTIMS)][:kills]
 
 
-def disturb(cluster: Cluster, seed: int, number: int, victim: str, figures: Counter[str]) -> None:
+def disturb(cluster, seed, number, victim, figures):
     """Wait for two steps and an open episode; then kill a process, and restart it unless it is a host."""
     random = generator(seed, "kill", number)
     steps = len(cluster.events("step"))
@@ -163,14 +162,14 @@ def disturb(cluster: Cluster, seed: int, number: int, victim: str, figures: Coun
     figures[f"of {victim}s"] += 1
 
 
-def playing_hosts(cluster: Cluster, number: int) -> list[psutil.Process]:
+def playing_hosts(cluster, number):
     """Wait until an episode is open, and return the environment processes of all open episodes."""
     playing = cluster.directory / "open_episodes"
     cluster.until(lambda: open_episodes(playing), f"an open episode before kill {number}")
     return open_episodes(playing)
 
 
-def reward(cluster: Cluster) -> float:
+def reward(cluster):
     """Return the mean reward of the last `STEPS_JUDGED` steps, or 0 before there are enough."""
     rewards = [event["reward"] for event in cluster.events("step")][-STEPS_JUDGED:]
     return sum(rewards) / STEPS_JUDGED if len(rewards) == STEPS_JUDGED else 0.0
@@ -180,7 +179,7 @@ def reward(cluster: Cluster) -> float:
 class Evidence:
     """Checks of a run's tokens against the published weights and the rules of the game."""
 
-    def __init__(self, cluster: Cluster, *, knows_weights: bool) -> None:
+    def __init__(self, cluster, *, knows_weights):
         self.figures = {
             "episodes": 0,
             "lost with their hosts": 0,
@@ -200,7 +199,7 @@ class Evidence:
             if step["sampled"] != step["in_loss"]:
                 self.broken.append(f"step {step['version']} has {step['in_loss']} of {step['sampled']} sampled tokens")
 
-    def _see(self, group: RolloutGroup, rollout: Rollout) -> None:
+    def _see(self, group, rollout):
         name = f"an episode of order {group.index}"
         self.figures["episodes"] += 1
         if rollout.parents:
@@ -217,7 +216,7 @@ class Evidence:
         elif rollout.verdict.reward != (expected := self._score(name, group.problem.ground_truth, rollout.turns)):
             self.broken.append(f"{name} has the reward {rollout.verdict.reward}, its guesses earn {expected}")
 
-    def _see_turn(self, name: str, turn: Turn, previous: np.ndarray[Any, Any], epoch: int) -> None:
+    def _see_turn(self, name, turn, previous, epoch):
         """Compare a turn's log-probs with those that the published weights of each span's version give.
 
         If several epochs published the version, any of them from the rollout's epoch on may match.
@@ -241,7 +240,7 @@ class Evidence:
             if worst > CLOSE:
                 self.broken.append(f"{name}: a span of version {span.model_version} is off by {worst:.3g}")
 
-    def _score(self, name: str, letter: str, turns: tuple[Turn, ...]) -> float:
+    def _score(self, name, letter, turns):
         """Return the reward that the guesses earn; record each hint that does not fit the guess before it."""
         guesses = [self._text(turn.token_ids)[:1] for turn in turns]
         for guess, turn in zip(guesses, turns[1:], strict=False):
@@ -251,11 +250,11 @@ class Evidence:
                 self.broken.append(f"{name}: the hint after {guess!r} is {hint!r}, not {expected!r}")
         return float(letter in guesses)
 
-    def _text(self, token_ids: np.ndarray[Any, Any]) -> str:
+    def _text(self, token_ids):
         return self._tokenizer.decode(token_ids.tolist())
 
 
-def _published(folder: Path) -> dict[int, list[tuple[int, Any]]]:
+def _published(folder):
     found: dict[int, list[tuple[int, Any]]] = {}
     for path in folder.glob("*.npz"):
         epoch, version = map(int, path.stem.split("-"))

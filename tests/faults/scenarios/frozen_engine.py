@@ -9,21 +9,16 @@ broadcast. The engine freezes at a random moment, often in the middle of a weigh
     returns        after SIGCONT the engine serves again, with the current weights
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import statistics
 import time
-from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from pipelinerl.observability.events import Event
 from pipelinerl.rng import generator
 from pipelinerl.system.machine import free_ports
-from tests.faults.cluster import Cluster, recipe, running
+from tests.faults.cluster import recipe, running
 from tests.faults.scenarios.scenario import Verdict
 
 SHORT = range(3)
@@ -37,7 +32,7 @@ _STEPS = 20
 _FROZEN_S = 8.0
 
 
-def play(seed: int, directory: Path) -> Verdict:
+def play(seed, directory):
     """Freeze one engine for a few seconds while the run trains."""
     count, limit_s = FLEETS[seed % len(FLEETS)]
     names = [f"engine-{number}" for number in range(count)]
@@ -73,7 +68,7 @@ def play(seed: int, directory: Path) -> Verdict:
     return Verdict(figures, tuple(_broken(events, url, longest=longest, allowed=allowed)))
 
 
-def _broken(events: Sequence[Event], url: str, *, longest: float, allowed: float) -> Iterator[str]:
+def _broken(events, url, *, longest, allowed):
     if longest > allowed:
         yield f"two steps were {longest:.1f} s apart, more than {allowed:.1f} s"
     if not any(event["kind"] in ("engine_suspect", "engine_lost") and event["url"] == url for event in events):
@@ -83,17 +78,17 @@ def _broken(events: Sequence[Event], url: str, *, longest: float, allowed: float
         yield f"healthy engines were lost: {', '.join(sorted(others))}"
 
 
-def _returned(events: Sequence[Event], url: str) -> bool:
+def _returned(events, url):
     """Return True if the engine's last event says that it serves."""
     kinds = [event["kind"] for event in events if event.get("url") == url]
     return bool(kinds) and kinds[-1] in ("engine_back", "engine_verified")
 
 
-def _steps_from(cluster: Cluster, first: int, more: int) -> Sequence[Event]:
+def _steps_from(cluster, first, more):
     """Wait until there are `more` steps after the first `first` ones, and return all steps from there on."""
     cluster.until(lambda: len(cluster.events("step")) >= first + more, f"{more} more steps")
     return cluster.events("step")[first:]
 
 
-def _gaps(steps: Sequence[Event]) -> list[float]:
+def _gaps(steps):
     return [after["elapsed_s"] - before["elapsed_s"] for before, after in pairwise(steps)]

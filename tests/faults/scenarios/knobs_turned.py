@@ -10,14 +10,11 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any, Final
-
-import numpy as np
 
 from pipelinerl.controller.client import ControllerClient
 from pipelinerl.rng import generator
-from tests.fakes.live_run import LiveRun, launched
+from tests.fakes.live_run import launched
 from tests.faults.scenarios.scenario import Verdict
 
 SHORT = range(1)
@@ -30,7 +27,7 @@ _K: Final = (1, 2, 3, 5, 8, 16, 32)
 _GROUP_SIZE: Final = 8
 
 
-def play(seed: int, directory: Path, *, storm_s: float = STORM_S) -> Verdict:
+def play(seed, directory, *, storm_s=STORM_S):
     draw, path = generator(seed, "knobs turned"), directory / "run"
     arguments = ["tiny", "engine.count=2", "run.steps=1000000", f"run.directory={directory}", "run.name=run"]
     figures: Counter[str] = Counter({"steps": 0, "changes": 0, "stalls": 0})
@@ -47,9 +44,7 @@ def play(seed: int, directory: Path, *, storm_s: float = STORM_S) -> Verdict:
     return Verdict(figures, tuple(broken))
 
 
-def _storm(
-    run: LiveRun, client: ControllerClient, draw: np.random.Generator, figures: Counter[str], storm_s: float
-) -> list[str]:
+def _storm(run, client, draw, figures, storm_s):
     """Change knobs for `storm_s` seconds or until the run stalls; return a sentence on the stall."""
     ends_at = time.monotonic() + storm_s
     steps, stepped_at = 0, time.monotonic()
@@ -70,7 +65,7 @@ def _storm(
     return []
 
 
-def _steps_on(run: LiveRun, *, beyond: int) -> bool:
+def _steps_on(run, *, beyond):
     deadline = time.monotonic() + STALL_S
     while time.monotonic() < deadline:
         if len(run.steps()) > beyond:
@@ -79,7 +74,7 @@ def _steps_on(run: LiveRun, *, beyond: int) -> bool:
     return False
 
 
-def _stall(run: LiveRun, client: ControllerClient, when: str) -> str:
+def _stall(run, client, when):
     status = client.status()
     waits = f"{when} no step came for {STALL_S:g} s at step {status.step}; the run waits for {status.waiting_for}"
     return f"{waits}\n{run.story()}"

@@ -12,7 +12,6 @@ import random
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Final
 
 import psutil
@@ -37,13 +36,13 @@ _C: Final = (
 
 
 class _Service:
-    def __init__(self, repository: Path) -> None:
+    def __init__(self, repository):
         self.repository = repository
         (self.port,) = free_ports(1)
         self.lives: list[int] = []
         self.process: subprocess.Popen[str]
 
-    def start(self) -> None:
+    def start(self):
         words = ["oubliette", "serve", "--repository", str(self.repository), "--port", str(self.port), "--at-once", "2"]
         command = [sys.executable, "-m", "pipelinerl.cli", *words]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -52,7 +51,7 @@ class _Service:
         if not self.process.stdout.readline():
             raise RuntimeError("the Oubliette service did not start; what it said stands above")
 
-    def kill(self) -> list[psutil.Process]:
+    def kill(self):
         """Kill the service's own process; return the processes that it had started."""
         children = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         self.process.kill()
@@ -62,7 +61,7 @@ class _Service:
         return children
 
 
-def play(seed: int, directory: Path, *, kills: int = _KILLS) -> Verdict:
+def play(seed, directory, *, kills=_KILLS):
     if not shutil.which("bwrap"):
         return Verdict({"left out for want of bubblewrap": 1})
     service = _Service(directory / "repository")
@@ -81,15 +80,13 @@ def play(seed: int, directory: Path, *, kills: int = _KILLS) -> Verdict:
     return Verdict(figures, tuple(broken))
 
 
-async def _judged(
-    draw: random.Random, service: _Service, started: list[psutil.Process], kills: int
-) -> tuple[dict[str, int], list[str]]:
+async def _judged(draw, service, started, kills):
     languages = ("python", "c") if shutil.which("gcc") else ("python",)
     rules = OublietteSection(languages=languages, time_limit_s=PATIENCE_S, url=f"http://127.0.0.1:{service.port}")
     verifier = Oubliette(rules, deadline_s=PATIENCE_S)
     figures, broken, over = {"kills": 0, "answers": 0, "lost": 0, "wrong": 0}, list[str](), asyncio.Event()
 
-    async def work(number: int) -> None:
+    async def work(number):
         while not over.is_set() and not broken:
             number += _AT_ONCE
             right, language = bool(draw.randrange(2)), draw.choice(languages)
@@ -117,7 +114,7 @@ async def _judged(
     return figures, broken
 
 
-def _problem(number: int) -> Problem:
+def _problem(number):
     return Problem(
         problem_id=f"code:{number}",
         domain="code",
@@ -127,6 +124,6 @@ def _problem(number: int) -> Problem:
     )
 
 
-def _answer(language: str, times: int) -> str:
+def _answer(language, times):
     code = f"print({times} * int(input()))" if language == "python" else _C.format(times)
     return f"```{language}\n{code}\n```"

@@ -6,18 +6,15 @@ both must restart from the newest checkpoint. At the end the ledger balances, an
 machine's load.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
-from pathlib import Path
 
 import psutil
 
 from pipelinerl.commands.remote import controller_of
 from pipelinerl.errors import PipelineError
 from pipelinerl.rng import generator
-from tests.fakes.live_run import LiveRun, launched, new_run
+from tests.fakes.live_run import launched, new_run
 from tests.faults.scenarios.scenario import Verdict
 from tests.patience import PATIENCE_S
 
@@ -35,7 +32,7 @@ SETTINGS = (
 GROUPS_IN_A_STEP = 8
 
 
-def play(seed: int, directory: Path) -> Verdict:
+def play(seed, directory):
     figures, broken = Counter[str](), []
     with launched(new_run(directory / "run", *SETTINGS), directory / "run") as run:
         try:
@@ -53,7 +50,7 @@ def play(seed: int, directory: Path) -> Verdict:
     return Verdict({name: figures[name] for name in order}, tuple(broken))
 
 
-def disturb(run: LiveRun, seed: int, number: int, figures: Counter[str]) -> None:
+def disturb(run, seed, number, figures):
     """Wait for two steps; then kill one rank, and check that the other rank ends and that both are restarted."""
     random = generator(seed, "rank", number)
     run_on(run, steps=2)
@@ -76,13 +73,13 @@ def disturb(run: LiveRun, seed: int, number: int, figures: Counter[str]) -> None
     figures[f"of rank {rank}"] += 1
 
 
-def run_on(run: LiveRun, *, steps: int) -> None:
+def run_on(run, *, steps):
     """Wait until the run has made `steps` further steps; a step that repeats a version counts too."""
     before = len(run.steps())
     run.until(lambda run: len(run.steps()) >= before + steps, f"{steps} further steps")
 
 
-def arguments_of(process: psutil.Process) -> list[str]:
+def arguments_of(process):
     """Return the process's arguments, or none if it has ended."""
     try:
         return process.cmdline()
@@ -90,14 +87,14 @@ def arguments_of(process: psutil.Process) -> list[str]:
         return []
 
 
-def is_alive(process: psutil.Process) -> bool:
+def is_alive(process):
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-def unbalanced(run: LiveRun, figures: Counter[str]) -> list[str]:
+def unbalanced(run, figures):
     """Return a sentence for each contradiction between the final ledger and the version of the run's last step.
 
     A trainer that was killed before its checkpoint was complete may have reached a later version, which does not count.

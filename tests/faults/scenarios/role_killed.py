@@ -14,14 +14,9 @@ of these outcomes, or it is lost:
 Every issued order ends once or is in flight, so the ledger balances. Each seed is one run with five kills.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 from redis import Redis
 
@@ -30,7 +25,7 @@ from pipelinerl.errors import PipelineError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.rng import generator
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
-from tests.faults.cluster import Cluster, running
+from tests.faults.cluster import running
 from tests.faults.scenarios.scenario import Verdict
 
 SHORT = range(1)
@@ -49,7 +44,7 @@ VICTIMS = {"trainer": 0.25, "actor": 0.25, "controller": 0.2, "engine": 0.15, "s
 PARTITION = f"{ROLLOUTS}actor"
 
 
-def play(seed: int, directory: Path, *, mutant: str = "", kills: int = KILLS) -> Verdict:
+def play(seed, directory, *, mutant="", kills=KILLS):
     """Run the scenario with one seed, which determines the killed roles; a mutant run kills only its flawed trainer."""
     broken: list[str] = []
     forgotten: set[int] = set()
@@ -72,7 +67,7 @@ def play(seed: int, directory: Path, *, mutant: str = "", kills: int = KILLS) ->
     return Verdict({name: figures[name] for name in (*order, "trained twice")}, tuple(broken))
 
 
-def disturb(cluster: Cluster, seed: int, number: int, forgotten: set[int], figures: Counter[str], mutant: str) -> None:
+def disturb(cluster, seed, number, forgotten, figures, mutant):
     """Wait for two steps; then kill a process and restart it."""
     random = generator(seed, "kill", number)
     steps = len(cluster.events("step"))
@@ -95,7 +90,7 @@ def disturb(cluster: Cluster, seed: int, number: int, forgotten: set[int], figur
     figures[f"of {victim}s"] += 1
 
 
-def settle(cluster: Cluster) -> None:
+def settle(cluster):
     """Wait for four more steps, then stop the run by a request to its controller."""
     steps = len(cluster.events("step"))
     cluster.until(lambda: len(cluster.events("step")) >= steps + 4, "four steps after the last kill")
@@ -104,7 +99,7 @@ def settle(cluster: Cluster) -> None:
     cluster.until(lambda: cluster.events("run_finished"), "the end of the run", statuses=(0,))
 
 
-def still_read(cluster: Cluster, offset: int) -> set[int]:
+def still_read(cluster, offset):
     """Return the stream entries that the next trainer will read; for a mutant, those that are not acknowledged."""
     key = f"chaos:{PARTITION}"
     with Redis.from_url(cluster.server.url) as server:
@@ -116,14 +111,14 @@ def still_read(cluster: Cluster, offset: int) -> set[int]:
     return {entry for entry in kept if entry > offset}
 
 
-def _number(entry_id: bytes) -> int:
+def _number(entry_id):
     return int(entry_id.partition(b"-")[0])
 
 
 class Findings:
     """The lost and repeated orders of a run, found in its witness files, event log, last checkpoint and stream."""
 
-    def __init__(self, cluster: Cluster, forgotten: set[int]) -> None:
+    def __init__(self, cluster, forgotten):
         self.made = sorted(cluster.witnessed("made"), key=lambda group: group["entry"])
         self._forgotten = forgotten
         self._failed = {event["order_id"]: event["time"] for event in reversed(cluster.events("group_failed"))}
@@ -145,7 +140,7 @@ class Findings:
             or ledger["trained"] != len(self._trained)
         ]
 
-    def _lineage(self, steps: Iterable[dict[str, Any]], last: int | None) -> list[tuple[int, str]]:
+    def _lineage(self, steps, last):
         """Return the groups on which the newest checkpoint's weights were trained, as (order, copy).
 
         A step that was repeated counts once.
@@ -158,7 +153,7 @@ class Findings:
                 by_version[version] = (epoch, [(index, copy) for index, copy in step["groups"]])
         return [group for _, groups in by_version.values() for group in groups]
 
-    def _lost(self) -> Iterable[tuple[int, str]]:
+    def _lost(self):
         trained = dict(self._trained)
         entry_of = {group["copy"]: group["entry"] for group in reversed(self.made)}
         for group in self.made:

@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,32 +44,32 @@ class Tally:
     broken: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    def __str__(self) -> str:
+    def __str__(self):
         figures = ", ".join(f"{number} {name}" for name, number in self.figures.items())
         spread = f"seed {self.seeds[0]}" if len(self.seeds) == 1 else f"seeds {self.seeds[0]} to {self.seeds[-1]}"
         line = f"{self.scenario.name}: {figures or 'no figures'} ({spread}, {self.seconds:.0f} s)"
         return "\n".join([line, *(f"  BROKEN {sentence}" for sentence in self.broken)])
 
 
-def names() -> list[str]:
+def names():
     """Return the names of the scenarios: modules in this folder that define `play`."""
     files = {path.stem: path for path in Path(__file__).parent.glob("*.py")}
     return sorted(name for name in files.keys() - _NOT_SCENARIOS if "\ndef play(" in files[name].read_text())
 
 
-def find(name: str) -> Scenario:
+def find(name):
     """Return the scenario of that name; raise `ModuleNotFoundError` if there is none."""
     module = importlib.import_module(f"tests.faults.scenarios.{name}")
     return Scenario(name, module.play, module.SHORT, module.LONG)
 
 
-def summary(name: str) -> str:
+def summary(name):
     """Return the first docstring line of the scenario's module, without importing it."""
     text = Path(__file__).with_name(f"{name}.py").read_text()
     return (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
 
 
-def play(scenario: Scenario, seeds: Iterable[int], *, report: Callable[[str], None] = lambda line: None) -> Tally:
+def play(scenario, seeds, *, report=lambda line: None):
     """Run the seeds in order, each in an empty directory; call `report` with a line of text after each seed."""
     tally = Tally(scenario)
     began = time.monotonic()

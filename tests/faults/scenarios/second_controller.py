@@ -8,17 +8,13 @@ two machines. Half of them ask for the port of the run's own controller.
     continues   the run takes further steps after each attempt, and its ledger balances
 """
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from pipelinerl.rng import generator
 from pipelinerl.system.machine import free_ports
-from tests.faults.cluster import Cluster, running
+from tests.faults.cluster import running
 from tests.faults.scenarios.scenario import Verdict
 from tests.patience import PATIENCE_S
 
@@ -29,7 +25,7 @@ _ROUNDS = 2
 _WORDS = ("--continue", "is taken", "already in use")
 
 
-def play(seed: int, directory: Path) -> Verdict:
+def play(seed, directory):
     """Start two more controllers in each round, and let the run take a few steps after each round."""
     draw, broken = generator(seed, "second controller"), list[str]()
     with running(directory, seed=seed) as cluster:
@@ -47,13 +43,13 @@ def play(seed: int, directory: Path) -> Verdict:
     return Verdict({"controllers rejected": 2 * _ROUNDS - len(broken)}, tuple(broken))
 
 
-def start(cluster: Cluster, name: str, *, port: int) -> None:
+def start(cluster, name, *, port):
     """Start a controller of the cluster's run under another name, as `pipelinerl controller` without --continue."""
     cluster.seats[name] = replace(cluster.seats["controller"], role="controller_afresh", name=name, port=port)
     cluster.start(name)
 
 
-def rejection(cluster: Cluster, name: str) -> Iterator[str]:
+def rejection(cluster, name):
     """Wait for the end of the controller `name`; yield a sentence unless it was rejected with a remedy."""
     process = cluster.processes.pop(name)
     process.join(PATIENCE_S)
@@ -66,7 +62,7 @@ def rejection(cluster: Cluster, name: str) -> Iterator[str]:
         yield f"{name} was rejected without a remedy: {log[-600:]}"
 
 
-def amiss(cluster: Cluster) -> Iterator[str]:
+def amiss(cluster):
     """Yield a sentence for each torn line, repeated step, second start or end, and for an unbalanced ledger."""
     for line in (cluster.directory / "events.jsonl").read_bytes().split(b"\n")[:-1]:
         try:

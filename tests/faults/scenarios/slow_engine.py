@@ -6,18 +6,14 @@ Both engines decode at a fixed pace and are always busy, so the run is as fast a
     speed    the run keeps most of the speed that the two engines allow together
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from pipelinerl.rng import generator
 from tests.fakes.paced_bigram import ENGINE, set_pace
-from tests.faults.cluster import Cluster, model, recipe, running
+from tests.faults.cluster import model, recipe, running
 from tests.faults.scenarios.scenario import Verdict
 
 SHORT = range(1)
@@ -30,7 +26,7 @@ _DECODE_S = 0.01
 _STEPS = 40
 
 
-def play(seed: int, directory: Path) -> Verdict:
+def play(seed, directory):
     """Slow one engine down, and compare the steps per second with those before."""
     names = ["engine-0", "engine-1"]
     set_pace(model(), decode_s=_DECODE_S, step_s=0.0)
@@ -62,7 +58,7 @@ def play(seed: int, directory: Path) -> Verdict:
     return Verdict(figures, tuple(broken))
 
 
-def _steps_per_s(cluster: Cluster) -> float:
+def _steps_per_s(cluster):
     """Wait for some steps, and return the rate of those after them."""
     first = len(cluster.events("step")) + _STEPS // 2
     cluster.until(lambda: len(cluster.events("step")) > first + _STEPS, f"{_STEPS} steps")
@@ -71,11 +67,11 @@ def _steps_per_s(cluster: Cluster) -> float:
 
 
 @contextmanager
-def half_speed(pid: int) -> Iterator[None]:
+def half_speed(pid):
     """Suspend the process half of the time."""
     over = threading.Event()
 
-    def alternate() -> None:
+    def alternate():
         while not over.wait(_HALF_S):
             os.kill(pid, signal.SIGSTOP)
             over.wait(_HALF_S)

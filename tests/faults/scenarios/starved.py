@@ -12,15 +12,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import msgspec
 
 from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.state.inputs_and_effects import (
-    AnyInput,
-    Effect,
     EngineRegistered,
     EngineTimedOut,
     KnobsPatched,
@@ -64,12 +61,12 @@ class TimedController:
     now: float = 0.0
     records: list[Record] = field(default_factory=list)
 
-    def decide(self, given: AnyInput) -> list[Effect]:
+    def decide(self, given):
         effects = self.inner.decide(msgspec.structs.replace(given, now=self.now))
         self.records += [effect for effect in effects if isinstance(effect, Record)]
         return effects
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.inner, name)
 
 
@@ -83,7 +80,7 @@ class Starved:
     rng: random.Random
     starving: bool = False
 
-    def second(self) -> None:
+    def second(self):
         """Advance the clock by one second, and let one randomly chosen event happen."""
         self.timed.now += 1.0
         world = self.world
@@ -101,7 +98,7 @@ class Starved:
         self.world.give(Ticked(now=0.0))
         self.world.controller.state.account.check()
 
-    def begin(self) -> None:
+    def begin(self):
         if self.situation is Situation.NO_ENGINE:
             self.starving = True
             world = self.world
@@ -110,7 +107,7 @@ class Starved:
         else:
             self.world.begin()
 
-    def fall(self) -> str:
+    def fall(self):
         """Enter the situation; return the message of the error that this raises, or "" if it raises none."""
         self.starving = True
         match self.situation:
@@ -123,16 +120,16 @@ class Starved:
                     return str(error)
         return ""
 
-    def relieve(self) -> None:
+    def relieve(self):
         self.starving = False
         if self.situation in (Situation.NO_ENGINE, Situation.DEAD_ENGINE):
             for life in ("one life", "the next"):
                 self.world.give(EngineRegistered(now=0.0, url=ENGINE, incarnation=life))
 
-    def _is(self, situation: Situation) -> bool:
+    def _is(self, situation):
         return self.starving and self.situation is situation
 
-    def _answer(self) -> None:
+    def _answer(self):
         world = self.world
         spoilt = {Situation.NO_SIGNAL, Situation.ALL_FAIL, Situation.ALL_STALE}
         if not (self.starving and self.situation in spoilt):
@@ -150,7 +147,7 @@ class Starved:
                     )
 
 
-def drawn(seed: int) -> Starved:
+def drawn(seed):
     rng = random.Random(seed)
     situation = list(Situation)[seed % len(Situation)]
     j, k = rng.choice([(1, 1.0), (1, 2.0), (2, 4.0), (1, math.inf)])
@@ -166,7 +163,7 @@ def drawn(seed: int) -> Starved:
     return Starved(situation, World(timed, rng), timed, rng)  # type: ignore[arg-type]
 
 
-def play(seed: int, directory: Path) -> Verdict:
+def play(seed, directory):
     run, broken = drawn(seed), []
     world, situation, grace_s = run.world, run.situation, run.timed.settings.run.stall_s
     run.begin()
@@ -203,7 +200,7 @@ def play(seed: int, directory: Path) -> Verdict:
     return Verdict(figures, tuple(broken))
 
 
-def waits(run: Starved) -> str:
+def waits(run):
     from pipelinerl.controller.decisions.giving_up import waiting_for
 
     return waiting_for(run.timed.state, now=run.timed.now)

@@ -11,11 +11,10 @@ import hashlib
 import os
 import signal
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pipelinerl.rng import generator
-from tests.fakes.live_run import LiveRun, launched, new_run, resumed
+from tests.fakes.live_run import launched, new_run, resumed
 from tests.fakes.undisturbed import LOCKSTEP, STEPS, undisturbed
 from tests.faults.scenarios.scenario import Verdict
 
@@ -37,7 +36,7 @@ class Learned:
     ledger: dict[str, int]
 
     @classmethod
-    def by(cls, run: LiveRun) -> Learned:
+    def by(cls, run):
         newest = run.directory / "checkpoints" / f"step-{STEPS:06d}"
         found = {str(path.relative_to(newest)): path for path in newest.rglob("*") if path.is_file()}
         return cls(
@@ -52,7 +51,7 @@ class Learned:
         )
 
 
-def play(seed: int, directory: Path) -> Verdict:
+def play(seed, directory):
     expected = Learned.by(undisturbed())
     at = int(generator(seed, "whole system").integers(1, len(undisturbed().events())))
     path = directory / "run"
@@ -75,7 +74,7 @@ def play(seed: int, directory: Path) -> Verdict:
     return Verdict(figures | {"bit-identical": int(not broken)}, tuple(broken))
 
 
-def differences(expected: Learned, found: Learned) -> list[str]:
+def differences(expected, found):
     """Return a sentence for each value in which `found` differs from `expected`, the undisturbed run."""
     complaints = [
         f"step {step}: {dict(zip(FIGURES, found.steps.get(step, ()), strict=False))} instead of {figures}"

@@ -5,15 +5,12 @@ spot machine's notice. At each stop the launcher must end within Kubernetes' def
 the next launch must start at the last logged step. In the end no step is missing and no order was trained twice.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 from pipelinerl.rng import generator
-from tests.fakes.live_run import CLI, LiveRun, endless_run, launched, resumed
+from tests.fakes.live_run import CLI, endless_run, launched, resumed
 from tests.faults.scenarios.scenario import Verdict
 from tests.patience import PATIENCE_S
 
@@ -25,7 +22,7 @@ GRACE_S = 30.0
 _WITHIN_S = 12.0
 
 
-def play(seed: int, directory: Path, *, times: int = 5) -> Verdict:
+def play(seed, directory, *, times=5):
     draw, path, broken = generator(seed, "told to stop"), directory / "run", list[str]()
     steps, slowest_s = 0, 0.0
     for number in range(times):
@@ -49,12 +46,12 @@ def play(seed: int, directory: Path, *, times: int = 5) -> Verdict:
     return Verdict(figures, tuple(broken))
 
 
-def _arguments(path: Path) -> list[str]:
+def _arguments(path):
     """Return the arguments that resume the run, or start it again if it was stopped before it wrote anything."""
     return resumed(path) if (path / "recipe.toml").is_file() else endless_run(path)
 
 
-def _amiss(run: LiveRun, status: int, took_s: float, *, began_at: int) -> list[str]:
+def _amiss(run, status, took_s, *, began_at):
     """Return a sentence for each promise that a stopped launch has broken."""
     found = []
     if status not in (130, 143, -signal.SIGTERM):
@@ -72,7 +69,7 @@ def _amiss(run: LiveRun, status: int, took_s: float, *, began_at: int) -> list[s
     return found
 
 
-def _unlike_one_run(run: LiveRun) -> list[str]:
+def _unlike_one_run(run):
     steps, complaints = run.steps(), []
     if steps != list(range(1, max(steps) + 1)):
         complaints.append(f"the steps of all lives are {steps}, expected each once")

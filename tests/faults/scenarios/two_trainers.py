@@ -21,19 +21,15 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from numpy.random import Generator
 
 from pipelinerl.errors import CheckpointError, PipelineError
 from pipelinerl.messages import ROLLOUTS
 from pipelinerl.rng import generator
 from pipelinerl.training.checkpoints.checkpoint import CheckpointFence, load
-from tests.faults.cluster import Cluster, running
+from tests.faults.cluster import running
 from tests.faults.scenarios.scenario import Verdict
 from tests.patience import PATIENCE_S
 
@@ -58,7 +54,7 @@ class TakeOver:
     """True if the second trainer had claimed the checkpoints; until then, the first may still commit one."""
 
 
-def play(seed: int, directory: Path, *, mutant: str = "", take_overs: int = TAKE_OVERS) -> Verdict:
+def play(seed, directory, *, mutant="", take_overs=TAKE_OVERS):
     """Run the scenario with one seed; a mutant is suspended only where nothing but the fence could stop its writes."""
     broken: list[str] = []
     figures = Counter({"take-overs": 0, "in the middle of a write": 0, "held by the fence alone": 0})
@@ -76,7 +72,7 @@ def play(seed: int, directory: Path, *, mutant: str = "", take_overs: int = TAKE
     return Verdict(dict(figures), tuple(broken))
 
 
-def take_over(cluster: Cluster, random: Generator, figures: Counter[str], *, mutant: str) -> list[str]:
+def take_over(cluster, random, figures, *, mutant):
     """Suspend the trainer, start a second, resume the first; return a sentence for each later effect of the first."""
     steps_are(cluster, 3, "three steps before a take-over")
     first = cluster.processes.pop("trainer")
@@ -117,20 +113,20 @@ def take_over(cluster: Cluster, random: Generator, figures: Counter[str], *, mut
     return written
 
 
-def head_start(cluster: Cluster, *, up_to_s: float) -> None:
+def head_start(cluster, *, up_to_s):
     """Wait up to `up_to_s` for a step of the second trainer; a broadcast of the first trainer may block the second."""
     steps, deadline = len(cluster.events("step")), time.monotonic() + up_to_s
     while len(cluster.events("step")) == steps and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
-def steps_are(cluster: Cluster, more: int, what: str) -> None:
+def steps_are(cluster, more, what):
     """Wait until the run has made `more` further steps."""
     steps = len(cluster.events("step"))
     cluster.until(lambda: len(cluster.events("step")) >= steps + more, what)
 
 
-def stop(cluster: Cluster, pid: int, *, operation: str, points: int, up_to_s: float) -> bool:
+def stop(cluster, pid, *, operation, points, up_to_s):
     """Suspend the trainer at the given point, or after `up_to_s`; return True if it reached the point."""
     cluster.fuses["trainer"].light(operation, points, signal.SIGSTOP)
     deadline = time.monotonic() + up_to_s
@@ -143,7 +139,7 @@ def stop(cluster: Cluster, pid: int, *, operation: str, points: int, up_to_s: fl
     return False
 
 
-def _is_stopped(pid: int) -> bool:
+def _is_stopped(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except (
@@ -153,7 +149,7 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def before(cluster: Cluster, epoch: int) -> TakeOver:
+def before(cluster, epoch):
     sampled = [group["newest"] for group in cluster.witnessed("made") if group["epoch"] <= epoch]
     published = [event["model_version"] for event in cluster.events("publish")]
     served = cluster.served_weights()
@@ -167,7 +163,7 @@ def before(cluster: Cluster, epoch: int) -> TakeOver:
     )
 
 
-def put_in_place(cluster: Cluster, seen: TakeOver) -> Iterator[str]:
+def put_in_place(cluster, seen):
     """Yield a sentence for each checkpoint that the fenced trainer put in place after `seen`."""
     for name, inode in _checkpoints(cluster).items():
         path = cluster.directory / "checkpoints" / name
@@ -175,7 +171,7 @@ def put_in_place(cluster: Cluster, seen: TakeOver) -> Iterator[str]:
             yield f"it put {name} in place"
 
 
-def after(cluster: Cluster, seen: TakeOver, *, pid: int) -> Iterator[str]:
+def after(cluster, seen, *, pid):
     """Yield a sentence for each effect of the fenced trainer after `seen`, other than a checkpoint."""
     # Read the events before the reports: a report is recorded before its event, so none of these lacks its report.
     events = _told(cluster)[seen.events :]
@@ -194,11 +190,11 @@ def after(cluster: Cluster, seen: TakeOver, *, pid: int) -> Iterator[str]:
             yield f"it trimmed {trim['stream']}"
 
 
-def _told(cluster: Cluster) -> list[Any]:
+def _told(cluster):
     return [event for event in cluster.events() if event["kind"] in ("step", "checkpoint")]
 
 
-def _checkpoints(cluster: Cluster) -> dict[str, int]:
+def _checkpoints(cluster):
     """Return the inode of each checkpoint by name, without those that the second trainer removes meanwhile."""
     found = {}
     for path in (cluster.directory / "checkpoints").glob("step-*"):
@@ -207,7 +203,7 @@ def _checkpoints(cluster: Cluster) -> dict[str, int]:
     return found
 
 
-def _epoch_of(path: Path) -> int:
+def _epoch_of(path):
     try:
         return load(path).epoch
     except (CheckpointError, FileNotFoundError):

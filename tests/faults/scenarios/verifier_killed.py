@@ -13,9 +13,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import psutil
 
@@ -36,13 +35,13 @@ _ANSWERS: Final = 4
 
 
 class _Service:
-    def __init__(self, domain: str) -> None:
+    def __init__(self, domain):
         self.domain = domain
         self.port = 0
         self.lives: list[int] = []
         self.process: subprocess.Popen[str]
 
-    def start(self) -> None:
+    def start(self):
         command = [sys.executable, "-m", "tests.fakes.verifier_service", self.domain, str(self.port)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
@@ -50,10 +49,10 @@ class _Service:
         self.lives.append(self.process.pid)
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.port}"
 
-    def kill(self) -> list[psutil.Process]:
+    def kill(self):
         """Kill the service's own process; return the processes that it had started."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         self.process.kill()
@@ -63,7 +62,7 @@ class _Service:
         return children
 
 
-def play(seed: int, directory: Path, *, kills: int = 1) -> Verdict:
+def play(seed, directory, *, kills=1):
     domain = "code" if seed % 2 and shutil.which("bwrap") else "words"
     services = [_Service(domain) for _ in range(2)]
     started: list[psutil.Process] = []
@@ -85,16 +84,14 @@ def play(seed: int, directory: Path, *, kills: int = 1) -> Verdict:
     return Verdict(figures, tuple(broken))
 
 
-async def _judged(
-    draw: random.Random, domain: str, services: list[_Service], started: list[psutil.Process], kills: int
-) -> tuple[dict[str, int], list[str]]:
+async def _judged(draw, domain, services, started, kills):
     client = VerifierServices(token=TOKEN, patience=ServicePatience(grace_s=PATIENCE_S))
     figures, broken, over = {"kills": 0, "groups": 0, "lost": 0, "wrong": 0}, list[str](), asyncio.Event()
 
-    def lease_all() -> None:
+    def lease_all():
         client.update([lease(each.url, life=str(len(each.lives)), domains=(domain,)) for each in services])
 
-    async def work(number: int) -> None:
+    async def work(number):
         while not over.is_set():
             number += _AT_ONCE
             posed = problem(number, domain=domain, tests=[{"input": "", "output": f"{number}"}])
@@ -128,19 +125,19 @@ async def _judged(
     return figures, broken
 
 
-def _answer(domain: str, number: int, right: bool) -> SampledAnswer:
+def _answer(domain, number, right):
     printed = number if right else -number
     return SampledAnswer(f"```python\nprint({printed})\n```" if domain == "code" else str(printed))
 
 
-async def _until(holds: object) -> None:
+async def _until(holds):
     assert callable(holds)
     async with asyncio.timeout(PATIENCE_S):
         while not holds():
             await asyncio.sleep(0.01)
 
 
-def _still_there(find: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+def _still_there(find):
     """Call `find` until it finds nothing or a deadline passes, as killed processes end late; return its last result."""
     deadline = time.monotonic() + PATIENCE_S
     while (found := find()) and time.monotonic() < deadline:
@@ -148,19 +145,19 @@ def _still_there(find: Callable[[], Sequence[Any]]) -> Sequence[Any]:
     return found
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def _is_alive(process):
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-def _groups(lives: Sequence[int]) -> list[str]:
+def _groups(lives):
     found = Path("/sys/fs/cgroup").rglob("oubliette-*")
     return [str(path) for path in found if path.name.split("-")[1] in map(str, lives)]
 
 
-def _mounts() -> list[str]:
+def _mounts():
     """Return the bubblewrap mounts that this process sees; there should be none outside the sandboxes."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     return [line for line in lines if any(place in line for place in ("/newroot", "/oldroot", "oubliette/guest"))]

@@ -4,8 +4,6 @@ Without arguments, the default and the weak sandbox are attacked. With the name 
 user gets control groups of that name, and the strong sandbox (gVisor) is attacked; the parent removes the groups.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -20,13 +18,13 @@ NOBODY = 65534
 QUICK = [attack for attack in ATTACKS if not attack.ends and attack.language == "python"]
 
 
-def delegated(name: str) -> list[Path]:
+def delegated(name):
     """Return the paths of the control group `name` below this process's own control group, one for each hierarchy."""
     where = control_groups.find(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     return [] if where is None else [place / name for place in where.places]
 
 
-def main() -> None:
+def main():
     for group in delegated(sys.argv[1]) if len(sys.argv) > 1 else ():
         group.mkdir()
         (group / "cgroup.procs").write_text("0")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.plugins.oubliette import bubblewrap, probe
+from pipelinerl.plugins.oubliette import probe
 from pipelinerl.plugins.oubliette.attacks import ATTACKS
 from pipelinerl.plugins.oubliette.probe import Defence
 from pipelinerl.plugins.oubliette.runs import SandboxMissing, Tier
@@ -49,7 +49,7 @@ def test_weak_sandbox_stops_the_attacks_that_need_no_namespaces():
 
 def test_weak_sandbox_is_not_used_if_the_default_sandbox_is_unavailable(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SandboxMissing, match="the default sandbox needs bubblewrap"):
+    with pytest.raises(SandboxMissing, match="the default sandbox needs bubblewrap, .*: apt install bubblewrap"):
         probe.opened(Tier.DEFAULT)
 
 
@@ -124,10 +124,3 @@ def test_error_for_a_sandbox_that_fails_to_start_shows_its_output(tmp_path):
 
     with pytest.raises(SandboxMissing, match=r"is not available here: .*No permissions to create a new namespace"):
         probe.opened(Tier.DEFAULT, at_once=1, isolation=broken)
-
-
-def test_missing_bubblewrap_error_names_the_remedy(monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert bubblewrap.executable() is None
-    with pytest.raises(SandboxMissing, match="apt install bubblewrap"):
-        probe.opened(Tier.DEFAULT)

@@ -1,6 +1,7 @@
 """Tests of the verifier `Oubliette`, which runs the program in a model's answer on the problem's test cases."""
 
 import asyncio
+from functools import partial
 from typing import final
 
 import pytest
@@ -14,6 +15,7 @@ from pipelinerl.plugins.oubliette.runs import Ending, ProgramResult, SandboxLost
 from pipelinerl.plugins.oubliette.section import OublietteSection
 from pipelinerl.plugins.oubliette.verifier import Oubliette, PythonTool
 from pipelinerl.roles.verification import open_verifier
+from pipelinerl.system.service_client import Grace
 from pipelinerl.types import Message, Outcome, Problem
 from pipelinerl.verifiers.verifier import SampledAnswer
 from tests.patience import PATIENCE_S
@@ -275,7 +277,7 @@ async def test_connection_to_a_briefly_unreachable_sandbox_service_is_retried(mo
     away = SandboxLost("away")
     opened, tries = opening(away, away, Forgetful(forgets=0))
     monkeypatch.setattr(verifiers, "open_runner", opened)
-    monkeypatch.setattr(verifiers, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(verifiers, "Grace", partial(Grace, pause_s=0.0))
     verifier = Oubliette(RULES)
     verdicts = await asyncio.gather(*(judged(verifier, RIGHT, tests=DOUBLES[:1]) for _ in range(3)))
     assert [verdict.outcome for verdict in verdicts] == 3 * [Outcome.CORRECT]

@@ -61,25 +61,6 @@ def place(*urls):
     assert placed.failed == {} and placed.digest == digest(1, LARGE)
 
 
-@pytest.mark.parametrize("by_memory", [True, False], ids=["memory", "http"])
-def test_pull_of_weights_from_a_killed_server_continues_from_its_replica(server, replica, by_memory):
-    url, process = server
-    place(url, replica)
-    into, came = np.zeros(LARGE.num_bytes, np.uint8), []
-
-    def kill_at_the_first(num_bytes):
-        came.append(num_bytes)
-        if len(came) == 1:
-            process.kill()
-            process.wait(PATIENCE_S)
-
-    puller = WeightPuller(token=TOKEN, shared_memory=by_memory)
-    pull = order(1, url, replica, layout=LARGE, timeout_s=PATIENCE_S)
-    assert puller.fetch(pull, into=into, on_progress=kill_at_the_first) == digest(1, LARGE)
-    assert np.array_equal(into, flat(1, LARGE))
-    assert came == sorted(set(came)), "bytes that had arrived must not be fetched again"
-
-
 def test_weights_mapped_from_shared_memory_outlive_their_server_and_leave_no_file(server):
     url, process = server
     place(url)

@@ -62,14 +62,6 @@ def test_full_parameter_server_rejects_a_version_and_names_the_engines_that_need
     assert held(table) == [(1, 2), (1, 3)]
 
 
-def test_weight_version_is_dropped_once_the_engine_that_needs_it_is_no_longer_listed():
-    table = VersionTable(room=2)
-    publish(table, 1, a=None, dead=None)
-    publish(table, 2, a=(1, 1), dead=None)
-    table.confirm(1, {"a": (1, 2)})
-    assert held(table) == [(1, 2)]
-
-
 def test_memory_of_dropped_versions_is_reused_but_memory_of_unfinished_uploads_is_not():
     table = VersionTable(room=2)
     first = publish(table, 1).segment
@@ -155,12 +147,6 @@ def test_version_may_be_dropped_once_all_engines_and_replicas_have_newer_ones_an
     whole, progress, collected
 ):
     assert collectable(whole, progress, epoch=1, in_use=set()) == collected
-
-
-def test_version_that_is_being_sent_or_saved_may_not_be_dropped():
-    whole = {(1, 5), (1, 6)}
-    assert collectable(whole, {"a": (1, 6)}, epoch=1, in_use={(1, 5)}) == set()
-    assert holders(whole, {"a": (1, 6)}, epoch=1, in_use={(1, 5)}) == ["1.5 is being sent or saved"]
 
 
 def test_versions_of_an_earlier_epoch_may_be_dropped_although_engines_lack_newer_versions():

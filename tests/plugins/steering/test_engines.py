@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ class Controller:
     to_stop: tuple[str, ...] = ()
     has_launcher: bool = True
 
-    def application(self) -> FastAPI:
+    def application(self):
         app = FastAPI(openapi_url=None)
 
         @app.get("/engines")
@@ -60,20 +59,20 @@ class Controller:
 
 
 @pytest.fixture
-def controller(tmp_path: Path) -> Iterator[Controller]:
+def controller(tmp_path):
     made = Controller()
     with in_thread(made.application()) as url:
         (tmp_path / "controller.json").write_text(json.dumps({"url": url, "token": None}))
         yield made
 
 
-def run(where: Path | str, command: str, *arguments: str) -> str:
+def run(where, command, *arguments):
     result = CliRunner().invoke(engines_app, [command, str(where), *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
 
-def test_engine_table_shows_present_and_requested_engines() -> None:
+def test_engine_table_shows_present_and_requested_engines():
     fleet = FleetStatus(
         engines=(
             EngineStatus(
@@ -90,9 +89,7 @@ def test_engine_table_shows_present_and_requested_engines() -> None:
     assert third == "engine-1 vllm requested - - - -"
 
 
-def test_engine_swap_waits_until_the_new_engine_serves_and_the_old_one_leaves(
-    controller: Controller, tmp_path: Path
-) -> None:
+def test_engine_swap_waits_until_the_new_engine_serves_and_the_old_one_leaves(controller, tmp_path):
     controller.standings = {"engine-0": ["healthy", "draining", "left"], "engine-1": ["joining", "healthy"]}
     joined, gone = run(tmp_path, "swap", "engine-0", "--type", "vllm", "--timeout", "9").splitlines()
     assert joined.startswith("engine-1") and " healthy " in joined
@@ -101,9 +98,7 @@ def test_engine_swap_waits_until_the_new_engine_serves_and_the_old_one_leaves(
     assert controller.requests == [("POST", "/engines/request", order)]
 
 
-def test_engine_swap_without_a_launcher_prints_the_command_to_start_the_engine_and_waits(
-    controller: Controller, tmp_path: Path
-) -> None:
+def test_engine_swap_without_a_launcher_prints_the_command_to_start_the_engine_and_waits(controller, tmp_path):
     controller.has_launcher = False
     controller.standings = {"engine-0": ["healthy"] * 3 + ["left"], "engine-1": ["not there", "healthy"]}
     lines = run(tmp_path, "swap", "engine-0", "--type", "jax").splitlines()
@@ -115,9 +110,7 @@ def test_engine_swap_without_a_launcher_prints_the_command_to_start_the_engine_a
     assert lines[5] == f"no launcher is running: the process at {URL}0 keeps running until you stop it (Ctrl-C)"
 
 
-def test_engine_commands_without_a_launcher_say_that_the_user_starts_and_stops_processes(
-    controller: Controller, tmp_path: Path
-) -> None:
+def test_engine_commands_without_a_launcher_say_that_the_user_starts_and_stops_processes(controller, tmp_path):
     controller.has_launcher = False
     controller.standings = {"engine-0": ["expelled"]}
     assert "start engine-1 yourself" in run(tmp_path, "add", "--type", "torch", "--no-wait")
@@ -128,20 +121,18 @@ def test_engine_commands_without_a_launcher_say_that_the_user_starts_and_stops_p
     assert "PIPELINERL_TOKEN=TOKEN pipelinerl engine --name engine-1" in elsewhere
 
 
-def test_engine_add_command_treats_an_engine_pinned_for_an_evaluation_as_joined(
-    controller: Controller, tmp_path: Path
-) -> None:
+def test_engine_add_command_treats_an_engine_pinned_for_an_evaluation_as_joined(controller, tmp_path):
     """An engine may be pinned for an evaluation as soon as it has passed its canary check."""
     controller.standings = {"engine-1": ["joining", "pinned"]}
     assert " pinned " in run(tmp_path, "add", "--type", "torch")
 
 
-def test_engine_at_this_host_can_be_added_by_the_host_name_localhost(controller: Controller, tmp_path: Path) -> None:
+def test_engine_at_this_host_can_be_added_by_the_host_name_localhost(controller, tmp_path):
     controller.standings = {"engine-0": ["healthy"]}
     assert f"{URL}0" in run(tmp_path, "add", f"{URL}0/".replace("127.0.0.1", "localhost"))
 
 
-def test_each_engine_command_sends_its_request_to_the_controller(controller: Controller, tmp_path: Path) -> None:
+def test_each_engine_command_sends_its_request_to_the_controller(controller, tmp_path):
     controller.standings = {"engine-0": ["expelled"]}
     assert run(tmp_path, "add", "--type", "torch", "--no-wait") == "requested engine-1\n"
     assert run(tmp_path, "add", URL + "/", "--no-wait") == f"requested {URL}\n"
@@ -156,9 +147,7 @@ def test_each_engine_command_sends_its_request_to_the_controller(controller: Con
     ]
 
 
-def test_engine_commands_accept_the_controllers_url_instead_of_a_run_directory(
-    controller: Controller, tmp_path: Path
-) -> None:
+def test_engine_commands_accept_the_controllers_url_instead_of_a_run_directory(controller, tmp_path):
     """With the URL, a command can run on a machine that cannot read the run directory."""
     controller.standings = {"engine-1": ["joining", "healthy"]}
     url = address_of(tmp_path).url
@@ -167,24 +156,20 @@ def test_engine_commands_accept_the_controllers_url_instead_of_a_run_directory(
 
 
 @pytest.mark.parametrize("arguments", [(), (URL, "--type", "torch")])
-def test_engine_add_needs_either_a_url_or_a_type(
-    controller: Controller, tmp_path: Path, arguments: tuple[str, ...]
-) -> None:
+def test_engine_add_needs_either_a_url_or_a_type(controller, tmp_path, arguments):
     with pytest.raises(UserError, match="give either a running engine's URL or a --type"):
         run(tmp_path, "add", *arguments)
     assert controller.requests == []
 
 
 @pytest.mark.parametrize("command", [("add",), ("swap", "engine-0")])
-def test_unknown_engine_type_is_rejected_before_any_request(
-    controller: Controller, tmp_path: Path, command: tuple[str, ...]
-) -> None:
+def test_unknown_engine_type_is_rejected_before_any_request(controller, tmp_path, command):
     with pytest.raises(UserError, match=r"--type must be one of torch, .*, got 'torhc'"):
         run(tmp_path, *command, "--type", "torhc")
     assert controller.requests == []
 
 
-def test_engine_add_fails_with_the_reason_if_the_engine_cannot_start(controller: Controller, tmp_path: Path) -> None:
+def test_engine_add_fails_with_the_reason_if_the_engine_cannot_start(controller, tmp_path):
     controller.to_stop = ("engine-1",)
     with pytest.raises(UserError, match=r"engine-1 did not join, and the run continues without it$"):
         run(tmp_path, "add", "--type", "vllm")
@@ -200,9 +185,7 @@ def test_engine_add_fails_with_the_reason_if_the_engine_cannot_start(controller:
         run(tmp_path, "add", "--type", "vllm")
 
 
-def test_timeout_error_names_the_engine_that_does_not_join_or_leave_and_its_state(
-    controller: Controller, tmp_path: Path
-) -> None:
+def test_timeout_error_names_the_engine_that_does_not_join_or_leave_and_its_state(controller, tmp_path):
     controller.standings = {"engine-0": ["joining"], "engine-1": ["expelled"]}
     (tmp_path / "engine-0.log").touch()
     with controller_of(tmp_path) as remote:
@@ -222,7 +205,7 @@ def test_timeout_error_names_the_engine_that_does_not_join_or_leave_and_its_stat
             joined(remote, "engine-7", logs=tmp_path / "logs", within_s=0.3, start=by_hand)
 
 
-def test_engine_list_says_how_clients_reach_the_engines(controller: Controller, tmp_path: Path) -> None:
+def test_engine_list_says_how_clients_reach_the_engines(controller, tmp_path):
     controller.standings = {"engine-0": ["joining"], "engine-1": ["healthy"], "engine-2": ["pinned"]}
     save(load("tiny"), tmp_path / "recipe.toml")
     write_layout(tmp_path)
@@ -234,8 +217,8 @@ def test_engine_list_says_how_clients_reach_the_engines(controller: Controller, 
 
 
 def test_client_program_printed_by_the_engines_command_calls_a_serving_engine(
-    controller: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    controller, tmp_path, monkeypatch, capsys
+):
     controller.standings = {"engine-0": ["healthy"]}
     save(load("tiny", ['model.path="models/scripted"']), tmp_path / "recipe.toml")
     write_layout(tmp_path)
@@ -248,7 +231,7 @@ def test_client_program_printed_by_the_engines_command_calls_a_serving_engine(
             assert capsys.readouterr().out.strip()
 
 
-def test_client_program_is_not_printed_if_no_engine_serves(controller: Controller, tmp_path: Path) -> None:
+def test_client_program_is_not_printed_if_no_engine_serves(controller, tmp_path):
     controller.standings = {"engine-0": ["joining"]}
     with pytest.raises(UserError, match="no engine that serves; pipelinerl engines list"):
         run(tmp_path, "client")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import pytest
@@ -20,7 +18,7 @@ from pipelinerl.plugins.verifier_service.server import create_app
 from pipelinerl.plugins.verifier_service.wire import ServedDomain, VerifyRequest
 from pipelinerl.system.http_service import guard
 from pipelinerl.system.service_client import ServicePatience
-from pipelinerl.types import Outcome, Problem, Verdict
+from pipelinerl.types import Outcome
 from pipelinerl.verifiers.verifier import PerAnswerVerifier, SampledAnswer, correct, wrong
 from tests.fakes.served import in_thread
 from tests.fakes.verifier_service import RULES, TOKEN, lease, problem, service
@@ -31,21 +29,21 @@ RIGHT = [Outcome.CORRECT, Outcome.WRONG, Outcome.CORRECT]
 
 
 class Exact:
-    def __init__(self) -> None:
+    def __init__(self):
         self.judged = 0
 
-    async def verify(self, problem: Problem, completion_text: str) -> Verdict:
+    async def verify(self, problem, completion_text):
         self.judged += 1
         return correct(completion_text) if completion_text == problem.ground_truth else wrong("no")
 
 
-def honest(verifier: Exact) -> Any:
+def honest(verifier):
     served = ServedDomain(verifier=PerAnswerVerifier(verifier), rules=RULES, kept=False)
     return create_app(service({"words": served}), token=TOKEN)
 
 
 @asynccontextmanager
-async def client(*, grace_s: float = PATIENCE_S, silence_s: float = SOON_S) -> AsyncIterator[VerifierServices]:
+async def client(*, grace_s=PATIENCE_S, silence_s=SOON_S):
     services = VerifierServices(token=TOKEN, patience=ServicePatience(grace_s=grace_s, silence_s=silence_s))
     try:
         yield services
@@ -53,7 +51,7 @@ async def client(*, grace_s: float = PATIENCE_S, silence_s: float = SOON_S) -> A
         await services.close()
 
 
-async def outcomes(services: VerifierServices, number: int = 1, rules: str = RULES) -> list[Outcome]:
+async def outcomes(services, number=1, rules=RULES):
     verifier = RemoteVerifier(services, domain="words", rules=rules)
     answers = [answer._replace(text=str(number) if answer.text == "1" else "no") for answer in ANSWERS]
     judged = await asyncio.wait_for(verifier.judge(problem(number), answers), PATIENCE_S)
@@ -63,7 +61,7 @@ async def outcomes(services: VerifierServices, number: int = 1, rules: str = RUL
 class Hostile:
     """A broken server, or one that is no verifier service; its first request sets the event `contacted`."""
 
-    def __init__(self, answer: Callable[[], Response]) -> None:
+    def __init__(self, answer):
         self.contacted = threading.Event()
         self.app = FastAPI(openapi_url=None)
 
@@ -75,27 +73,27 @@ class Hostile:
         guard(self.app, token=TOKEN)
 
 
-def responding(*rewards: object, outcome: str = "correct", **fields: object) -> Callable[[], Response]:
+def responding(*rewards, outcome="correct", **fields):
     judged = [{"verdict": {"outcome": outcome, "reward": reward, **fields}, "seconds": 0.0} for reward in rewards]
     return lambda: Response(msgspec.json.encode({"judged": judged}), media_type="application/json")
 
 
-def raw(content: bytes, status: int = 200) -> Callable[[], Response]:
+def raw(content, status=200):
     return lambda: Response(content, status, media_type="application/json")
 
 
-async def endless() -> AsyncIterator[bytes]:
+async def endless():
     for _ in range(64):  # more than a client accepts; not endless, because a server writes on after a disconnect
         yield b" " * (1 << 20)
         await asyncio.sleep(0)
 
 
-async def mute() -> AsyncIterator[bytes]:
+async def mute():
     yield b" "
     await asyncio.sleep(PATIENCE_S)
 
 
-async def broken_off() -> AsyncIterator[bytes]:
+async def broken_off():
     yield b'{"judged": ['
     raise ConnectionResetError("on purpose")
 
@@ -129,7 +127,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-async def test_answers_are_sent_to_another_verifier_service_if_the_first_responds_invalidly(name: str) -> None:
+async def test_answers_are_sent_to_another_verifier_service_if_the_first_responds_invalidly(name):
     verifier = Exact()
     hostile = Hostile(HOSTILE[name])
     with in_thread(hostile.app) as broken, in_thread(honest(verifier)) as good:
@@ -142,7 +140,7 @@ async def test_answers_are_sent_to_another_verifier_service_if_the_first_respond
     assert verifier.judged == len(ANSWERS), "each answer was judged once"
 
 
-async def test_answers_are_sent_to_another_verifier_service_if_the_first_stays_silent() -> None:
+async def test_answers_are_sent_to_another_verifier_service_if_the_first_stays_silent():
     """The service has begun to send a response and then sends nothing, so the client must notice the silence."""
     hostile = Hostile(lambda: StreamingResponse(mute()))
     with in_thread(hostile.app) as broken, in_thread(honest(Exact())) as good:
@@ -162,9 +160,7 @@ async def test_answers_are_sent_to_another_verifier_service_if_the_first_stays_s
         (None, "cannot be reached"),
     ],
 )
-async def test_answers_get_a_verifier_error_with_the_reason_if_every_verifier_service_fails(
-    answer: Callable[[], Response] | None, words: str
-) -> None:
+async def test_answers_get_a_verifier_error_with_the_reason_if_every_verifier_service_fails(answer, words):
     with in_thread(Hostile(answer or raw(b"")).app) as url:
         async with client(grace_s=0.6) as services:
             services.update([lease(url if answer else "http://127.0.0.1:1")])
@@ -181,9 +177,7 @@ async def test_answers_get_a_verifier_error_with_the_reason_if_every_verifier_se
         ((lease("http://127.0.0.1:1", rules="r2"),), "by another recipe than this actor's"),
     ],
 )
-async def test_answers_get_a_verifier_error_if_no_verifier_service_has_their_domain_and_recipe(
-    leases: Sequence[Any], words: str
-) -> None:
+async def test_answers_get_a_verifier_error_if_no_verifier_service_has_their_domain_and_recipe(leases, words):
     async with client(grace_s=0.2) as services:
         services.update(leases)
         judged = await services.judge("words", RULES, problem(1), ANSWERS)
@@ -191,7 +185,7 @@ async def test_answers_get_a_verifier_error_if_no_verifier_service_has_their_dom
     assert words in judged[0].verdict.reason
 
 
-async def test_answers_get_a_verifier_error_without_retries_if_every_verifier_service_rejects_the_request() -> None:
+async def test_answers_get_a_verifier_error_without_retries_if_every_verifier_service_rejects_the_request():
     with in_thread(Hostile(raw(b'{"error": {"message": "too odd", "code": "x"}}', 422)).app) as url:
         async with client() as services:
             services.update([lease(url)])
@@ -202,12 +196,12 @@ async def test_answers_get_a_verifier_error_without_retries_if_every_verifier_se
             assert "cannot be sent" in judgement.verdict.reason
 
 
-async def test_answers_wait_to_be_judged_until_a_verifier_service_joins_and_has_capacity() -> None:
+async def test_answers_wait_to_be_judged_until_a_verifier_service_joins_and_has_capacity():
     refusals = [raw(b'{"error": {"message": "full", "code": "full"}}', 503)] * 3
     verifier = Exact()
     app = honest(verifier)
 
-    async def full_at_first(scope: Any, receive: Any, send: Any) -> None:
+    async def full_at_first(scope, receive, send):
         if scope["type"] == "http" and refusals:
             await refusals.pop()()(scope, receive, send)
         else:
@@ -222,7 +216,7 @@ async def test_answers_wait_to_be_judged_until_a_verifier_service_joins_and_has_
     assert refusals == []
 
 
-async def test_each_problem_has_a_preferred_verifier_service_and_problems_are_spread_over_all_services() -> None:
+async def test_each_problem_has_a_preferred_verifier_service_and_problems_are_spread_over_all_services():
     verifiers = [Exact(), Exact()]
     with in_thread(honest(verifiers[0])) as first, in_thread(honest(verifiers[1])) as second:
         async with client() as services:
@@ -235,12 +229,12 @@ async def test_each_problem_has_a_preferred_verifier_service_and_problems_are_sp
     assert all(verifier.judged > len(ANSWERS) for verifier in verifiers)
 
 
-async def test_verifier_service_with_many_more_waiting_answers_than_others_gets_no_further_ones() -> None:
+async def test_verifier_service_with_many_more_waiting_answers_than_others_gets_no_further_ones():
     """One service is blocked with many answers, so further groups go to the other service."""
     gate = threading.Event()
 
     class Held(Exact):
-        async def verify(self, problem: Problem, completion_text: str) -> Verdict:
+        async def verify(self, problem, completion_text):
             await asyncio.to_thread(gate.wait, PATIENCE_S)
             return await super().verify(problem, completion_text)
 
@@ -259,7 +253,7 @@ async def test_verifier_service_with_many_more_waiting_answers_than_others_gets_
             assert [len(judged) for judged in await asyncio.wait_for(asyncio.gather(*first), PATIENCE_S)] == [100] * 3
 
 
-async def test_request_to_a_verifier_service_states_its_protocol_version_and_the_digest_of_the_rules() -> None:
+async def test_request_to_a_verifier_service_states_its_protocol_version_and_the_digest_of_the_rules():
     seen: list[VerifyRequest] = []
     app = FastAPI(openapi_url=None)
 

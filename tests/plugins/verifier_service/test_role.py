@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -34,7 +31,7 @@ TOKEN = "secret"
 REWARDS = "def reward(completion, answer):\n    return completion == answer\n"
 
 
-def identity(directory: Path, controller_url: str, *, verifier: str | None = None, **rest: Any) -> Identity:
+def identity(directory, controller_url, *, verifier=None, **rest):
     (directory / "rewards.py").write_text(REWARDS)
     config = load("tiny", ["run.name=test"])
     section = DomainSection(name="words", source="addition", verifier=verifier or f"{directory}/rewards.py:reward")
@@ -51,7 +48,7 @@ def identity(directory: Path, controller_url: str, *, verifier: str | None = Non
 class Controller:
     """Fake controller that records leases."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.leases: dict[str, VerifierLease] = {}
         app = self.app = FastAPI(openapi_url=None)
 
@@ -70,7 +67,7 @@ class Controller:
 
 
 @asynccontextmanager
-async def serving(made: Identity, controller: Controller) -> AsyncIterator[tuple[VerifierLease, asyncio.Task[None]]]:
+async def serving(made, controller):
     role = asyncio.create_task(verifier_role.run(made))
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -84,8 +81,8 @@ async def serving(made: Identity, controller: Controller) -> AsyncIterator[tuple
 
 
 async def test_verifier_service_registers_at_the_controller_judges_answers_and_unregisters_when_drained(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     controller = Controller()
     with in_thread(controller.app) as url:
         made = identity(tmp_path, url)
@@ -103,7 +100,7 @@ async def test_verifier_service_registers_at_the_controller_judges_answers_and_u
         assert controller.leases == {}
 
 
-async def test_verifier_service_that_is_stopped_unregisters_from_the_controller(tmp_path: Path) -> None:
+async def test_verifier_service_that_is_stopped_unregisters_from_the_controller(tmp_path):
     controller = Controller()
     with in_thread(controller.app) as url:
         async with serving(identity(tmp_path, url), controller) as (_, role):
@@ -112,10 +109,8 @@ async def test_verifier_service_that_is_stopped_unregisters_from_the_controller(
             assert role.done() and controller.leases == {}
 
 
-async def test_verifier_service_does_not_start_if_the_sandbox_it_requires_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(*_: object, **__: object) -> None:
+async def test_verifier_service_does_not_start_if_the_sandbox_it_requires_is_missing(tmp_path, monkeypatch):
+    def missing(*_, **__):
         raise SandboxMissing("there is no bubblewrap here")
 
     monkeypatch.setattr(probe, "opened", missing)
@@ -123,12 +118,12 @@ async def test_verifier_service_does_not_start_if_the_sandbox_it_requires_is_mis
         await verifier_role.run(identity(tmp_path, "", verifier="oubliette"))
 
 
-async def test_verifier_service_rejects_a_domain_that_the_recipe_lacks(tmp_path: Path) -> None:
+async def test_verifier_service_rejects_a_domain_that_the_recipe_lacks(tmp_path):
     with pytest.raises(RecipeError, match="--domain must be one of words; got maths"):
         await verifier_role.run(identity(tmp_path, ""), only=["maths"])
 
 
-def test_digest_of_a_verifiers_rules_changes_only_with_settings_that_affect_verdicts(tmp_path: Path) -> None:
+def test_digest_of_a_verifiers_rules_changes_only_with_settings_that_affect_verdicts(tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     for directory in (here, there):
         directory.mkdir()
@@ -145,9 +140,7 @@ def test_digest_of_a_verifiers_rules_changes_only_with_settings_that_affect_verd
     ("verifier", "kept"),
     [("math_answer", True), ("instruction_following", True), ("oubliette", True), (None, False)],
 )
-async def test_only_verdicts_of_deterministic_verifiers_are_cached(
-    tmp_path: Path, verifier: str | None, kept: bool
-) -> None:
+async def test_only_verdicts_of_deterministic_verifiers_are_cached(tmp_path, verifier, kept):
     (section,) = identity(tmp_path, "", verifier=verifier).config.domains
     served = served_domain(section)
     await served.verifier.close()

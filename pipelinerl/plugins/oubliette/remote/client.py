@@ -47,8 +47,6 @@ _WORKS: Final = 4096
 _CONTENT_BYTES: Final = 12 << 20
 _BYTES_PER_WORK: Final = 4096
 _BYTES_BESIDE: Final = 1 << 16
-_FIRST_PAUSE_S: Final = 0.2
-_LONGEST_PAUSE_S: Final = 5.0
 _FULL_PAUSE_S: Final = 0.25
 
 _BINARY: Final = {"content-type": "application/octet-stream"}
@@ -249,7 +247,7 @@ class RemoteRunner:
         )
         body = msgspec.json.encode(request)
         most_bytes = _BYTES_BESIDE + _BYTES_PER_WORK * len(batch)
-        grace, pause_s = Grace(self._client.patience.grace_s), _FIRST_PAUSE_S
+        grace = Grace(self._client.patience.grace_s)
         while True:
             try:
                 answer = await self._client.post(self._url + wire.WORK, body, wire.WorkAnswer, most_bytes=most_bytes)
@@ -259,11 +257,7 @@ class RemoteRunner:
             except ServiceFull:
                 await asyncio.sleep(_FULL_PAUSE_S)
             except ServiceFailed as error:
-                grace.failed(str(error))
-                if grace.is_over(pause_s):
-                    raise
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                await grace.pause(error)
 
     # --- answers ------------------------------------------------------------------------------------------------------
 

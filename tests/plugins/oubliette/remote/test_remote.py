@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import httpx
 import msgspec
@@ -27,7 +24,7 @@ from pipelinerl.plugins.oubliette.sandbox import Sandbox, isolation_of
 from pipelinerl.plugins.oubliette.section import OublietteSection
 from pipelinerl.plugins.oubliette.verifier import Oubliette
 from pipelinerl.system.service_client import IS_FULL, ServicePatience
-from pipelinerl.types import Message, Outcome, Problem, Verdict
+from pipelinerl.types import Message, Outcome, Problem
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S, SOON_S
 
@@ -44,20 +41,20 @@ class Served:
     repository: PersistentRepository
     bodies: list[bytes]
 
-    def works(self) -> list[wire.WorkRequest]:
+    def works(self):
         return [msgspec.json.decode(body, type=wire.WorkRequest) for body in self.bodies]
 
 
-def recording(app: FastAPI, bodies: list[bytes]) -> Callable[..., Any]:
+def recording(app, bodies):
     """Wrap the application, so that the body of each request to run programs is appended to `bodies`."""
 
-    async def recorded(scope: Any, receive: Any, send: Any) -> None:
+    async def recorded(scope, receive, send):
         if scope["type"] != "http" or scope["path"] != wire.WORK:
             await app(scope, receive, send)
             return
         body = bytearray()
 
-        async def receive_recorded() -> Any:
+        async def receive_recorded():
             message = await receive()
             body.extend(message.get("body", b""))
             if message["type"] == "http.request" and not message.get("more_body"):
@@ -70,7 +67,7 @@ def recording(app: FastAPI, bodies: list[bytes]) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="module")
-def served(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(sandbox, tmp_path_factory):
     """Serve a real sandbox service that has its own sandbox."""
     persistent, transient = PersistentRepository(tmp_path_factory.mktemp("repository")), TransientRepository(64 << 20)
     own = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=2)
@@ -82,7 +79,7 @@ def served(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @asynccontextmanager
-async def runner_at(url: str, *, tier: Tier = Tier.DEFAULT, token: str = TOKEN) -> AsyncIterator[RemoteRunner]:
+async def runner_at(url, *, tier=Tier.DEFAULT, token=TOKEN):
     runner = await RemoteRunner.open(url, token=token, tier=tier, patience=HASTY)
     try:
         yield runner
@@ -91,7 +88,7 @@ async def runner_at(url: str, *, tier: Tier = Tier.DEFAULT, token: str = TOKEN) 
 
 
 @pytest.fixture
-async def verifier(served: Served, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Oubliette]:
+async def verifier(served, monkeypatch):
     monkeypatch.setenv(VARIABLE, TOKEN)
     rules = OublietteSection(languages=("python", "c"), time_limit_s=PATIENCE_S, url=served.url, key_variable=VARIABLE)
     made = Oubliette(rules, deadline_s=PATIENCE_S)
@@ -99,7 +96,7 @@ async def verifier(served: Served, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     await made.close()
 
 
-async def judged(verifier: Oubliette, code: str, language: str = "python", **metadata: Any) -> Verdict:
+async def judged(verifier, code, language="python", **metadata):
     problem = Problem(
         problem_id="p",
         domain="d",
@@ -111,8 +108,8 @@ async def judged(verifier: Oubliette, code: str, language: str = "python", **met
 
 
 async def test_remote_sandbox_gives_the_same_verdicts_as_a_local_sandbox_and_names_its_isolation_tier(
-    verifier: Oubliette,
-) -> None:
+    verifier,
+):
     verdict = await judged(verifier, RIGHT)
     assert (verdict.outcome, verdict.reward) == (Outcome.CORRECT, 1.0)
     assert verdict.reason == "4 of 4 tests passed [remote default sandbox]"
@@ -128,9 +125,7 @@ async def test_remote_sandbox_gives_the_same_verdicts_as_a_local_sandbox_and_nam
         assert reason in verdict.reason
 
 
-async def test_requests_to_the_remote_sandbox_link_to_uploaded_test_cases_instead_of_repeating_them(
-    served: Served, verifier: Oubliette
-) -> None:
+async def test_requests_to_the_remote_sandbox_link_to_uploaded_test_cases_instead_of_repeating_them(served, verifier):
     """Requests contain links to inputs and outputs that are in the service's repository, and the program's source."""
     tests = []
     for word in (b"a-long-word-of-the-input " * 20, b"another-word-of-the-input " * 20):
@@ -149,8 +144,8 @@ async def test_requests_to_the_remote_sandbox_link_to_uploaded_test_cases_instea
 
 
 async def test_concurrent_runs_in_the_remote_sandbox_share_one_request_and_get_their_own_outputs(
-    served: Served,
-) -> None:
+    served,
+):
     async with runner_at(served.url) as runner:
         served.bodies.clear()
         program = Program("python", b"print(int(input()) ** 2)")
@@ -169,7 +164,7 @@ CHECKER = CustomChecker(
 )
 
 
-async def test_custom_checker_is_compiled_once_and_then_sent_as_a_link(served: Served, verifier: Oubliette) -> None:
+async def test_custom_checker_is_compiled_once_and_then_sent_as_a_link(served, verifier):
     async with runner_at(served.url) as runner:
         link = await runner.compile_checker(CHECKER)
         assert link in served.repository
@@ -182,9 +177,7 @@ async def test_custom_checker_is_compiled_once_and_then_sent_as_a_link(served: S
     assert (await judged(verifier, "print('?')", tests=one, **own)).outcome is Outcome.VERIFIER_ERROR
 
 
-async def test_answers_get_a_verifier_error_if_the_sandbox_service_is_unavailable(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_answers_get_a_verifier_error_if_the_sandbox_service_is_unavailable(served, monkeypatch):
     with pytest.raises(SandboxMissing, match="rejects the token"):
         await RemoteRunner.open(served.url, token="other", tier=Tier.DEFAULT)
     with pytest.raises(SandboxLost, match=r"http://127\.0\.0\.1:9/status cannot be reached"):
@@ -197,12 +190,12 @@ async def test_answers_get_a_verifier_error_if_the_sandbox_service_is_unavailabl
     await verifier.close()
 
 
-def _status(**changes: Any) -> dict[str, Any]:
+def _status(**changes):
     known = {"protocol": wire.PROTOCOL, "version": "0", "tier": "default", "languages": ["python"], "at_once": 1}
     return {**known, "queue": 0, "runs": 0, "transient_bytes": 0, **changes}
 
 
-def _scripted(answer: Any, **changes: Any) -> FastAPI:
+def _scripted(answer, **changes):
     app = FastAPI()
     app.get(wire.STATUS)(lambda: _status(**changes))
     app.post(wire.WORK)(lambda: answer)
@@ -217,9 +210,7 @@ def _scripted(answer: Any, **changes: Any) -> FastAPI:
         ({"languages": 3}, "is not an Oubliette service"),
     ],
 )
-async def test_sandbox_service_with_another_protocol_or_a_weaker_isolation_tier_is_rejected(
-    changes: dict[str, Any], reason: str
-) -> None:
+async def test_sandbox_service_with_another_protocol_or_a_weaker_isolation_tier_is_rejected(changes, reason):
     with in_thread(_scripted({}, **changes)) as url, pytest.raises(SandboxMissing, match=reason):
         await RemoteRunner.open(url, token=None, tier=Tier.DEFAULT)
 
@@ -237,14 +228,14 @@ async def test_sandbox_service_with_another_protocol_or_a_weaker_isolation_tier_
         (Response("{}", status_code=400), "refuses .400."),
     ],
 )
-async def test_invalid_responses_of_a_sandbox_service_are_rejected(answer: Any, reason: str) -> None:
+async def test_invalid_responses_of_a_sandbox_service_are_rejected(answer, reason):
     with in_thread(_scripted(answer)) as url:
         async with runner_at(url) as runner:
             with pytest.raises(SandboxLost, match=reason):
                 await runner.run(Program("python", b""), b"", LIMITS)
 
 
-async def test_request_to_a_full_sandbox_service_is_retried(served: Served) -> None:
+async def test_request_to_a_full_sandbox_service_is_retried(served):
     full, requests = {"error": {"message": "full", "code": IS_FULL}}, list[int]()
     ended = {"type": "ended", "ending": "exited", "code": 0, "output": str(Link.of(b"")), "head": "", "stderr": "",
              "cpu_s": 0, "wall_s": 0, "tier": "default"}  # fmt: skip
@@ -262,7 +253,7 @@ async def test_request_to_a_full_sandbox_service_is_retried(served: Served) -> N
     assert isinstance(executed, Executed) and len(requests) == 3
 
 
-async def test_closing_the_connection_to_a_remote_sandbox_fails_its_waiting_calls() -> None:
+async def test_closing_the_connection_to_a_remote_sandbox_fails_its_waiting_calls():
     gate = asyncio.Event()
     app = FastAPI()
     app.get(wire.STATUS)(lambda: _status())
@@ -282,7 +273,7 @@ async def test_closing_the_connection_to_a_remote_sandbox_fails_its_waiting_call
             await waiting
 
 
-async def test_data_uploaded_to_a_sandbox_service_can_be_read_back_by_its_link(served: Served) -> None:
+async def test_data_uploaded_to_a_sandbox_service_can_be_read_back_by_its_link(served):
     data = bytes(range(256)) * 1000
     async with runner_at(served.url) as runner:
         link = Link.of(data)
@@ -294,7 +285,7 @@ async def test_data_uploaded_to_a_sandbox_service_can_be_read_back_by_its_link(s
             await runner.read(Link.of(b"never"))
 
 
-async def test_sandbox_service_rejects_invalid_requests(served: Served) -> None:
+async def test_sandbox_service_rejects_invalid_requests(served):
     work = {"type": "run", "language": "python", "program": "oub:x", "input": "", "limits": {}}
     nothing = {**work, "limits": {"cpu_s": "much"}}
     headers = {"authorization": f"Bearer {TOKEN}"}
@@ -319,11 +310,11 @@ async def test_sandbox_service_rejects_invalid_requests(served: Served) -> None:
             assert (await stranger.request(method, path)).status_code == 401
 
 
-def test_linked_test_cases_are_read_from_the_repository_that_the_recipe_names(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_linked_test_cases_are_read_from_the_repository_that_the_recipe_names(sandbox, tmp_path):
     repository = PersistentRepository(tmp_path)
     test = {"input": {"link": str(repository.put(b"21\n"))}, "output": {"link": str(repository.put(b"42\n"))}}
 
-    async def verdict(folder: str) -> Verdict:
+    async def verdict(folder):
         verifier = Oubliette(
             OublietteSection(time_limit_s=PATIENCE_S, repository=folder), deadline_s=PATIENCE_S, workers=1
         )

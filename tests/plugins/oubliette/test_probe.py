@@ -49,7 +49,7 @@ def test_weak_sandbox_stops_the_attacks_that_need_no_namespaces():
 
 def test_weak_sandbox_is_not_used_if_the_default_sandbox_is_unavailable(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SandboxMissing, match="the default sandbox needs bubblewrap, .*: apt install bubblewrap"):
+    with pytest.raises(SandboxMissing, match=r"the default sandbox needs bubblewrap, .*: apt install bubblewrap"):
         probe.opened(Tier.DEFAULT)
 
 

@@ -35,7 +35,7 @@ def test_domain_overrides_the_prompt_and_sampling_settings_of_the_run():
         temperature=0.5,
     ).domains
     assert domain.prompts.system == "s" and domain.prompts.few_shot[1] == Message("assistant", "2")
-    assert domain.prompts.template is not None and domain.prompts.template.render({"prompt": "x"}) == "Say x"
+    assert domain.prompts.template.render({"prompt": "x"}) == "Say x"
     own = domain.sampling
     assert (own.temperature, own.max_tokens, own.stop) == (0.5, 7, ("\n",))
     assert own.chat_template_kwargs == {"enable_thinking": False}

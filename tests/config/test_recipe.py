@@ -100,7 +100,6 @@ def test_shipped_recipe_is_equal_after_save_and_load(recipe, tmp_path):
 def test_reward_shaping_settings_are_validated_and_unchanged_after_save_and_load():
     domain = {"name": "d", "source": "addition", "reward": {"mean": "group", "high": 5.0, "low": -math.inf}}
     resolved = parse({**MINIMAL, "domains": [domain]})
-    assert resolved.domains[0].reward is not None
     assert resolved.domains[0].reward.shaping == RewardShaping(mean=NormalizationScope.GROUP, high=5.0)
     assert parse(to_table(resolved)).domains == resolved.domains
     with pytest.raises(RecipeError, match=r"^domains.d.reward: reward.low must not exceed high, got 2 and 1$"):

@@ -16,7 +16,7 @@ from pipelinerl.commands.remote import address_of, controller_of
 from pipelinerl.config.recipe import load, parse, to_table, write_layout
 from pipelinerl.config.sections import StreamsSection
 from pipelinerl.errors import UserError
-from pipelinerl.messages import REPORTS, ROLLOUTS, ActorAlive, encode
+from pipelinerl.messages import REPORTS, ROLLOUTS, encode
 from pipelinerl.observability.events import read_events
 from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.roles import controller_role, new_controller, resumed_run
@@ -26,6 +26,7 @@ from pipelinerl.roles.wiring import checkpoints_of, knobs_of
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.redis_stream import open_stream
 from pipelinerl.system.storage import Storage
+from tests.controller.world import alive
 from tests.fakes.checkpoints import model_directory, save, state_of
 from tests.patience import PATIENCE_S
 
@@ -133,7 +134,7 @@ def test_recipe_that_is_saved_for_resuming_contains_the_address_of_a_remote_stre
     config.run_directory.mkdir()
     resumed_run.write_recipe(config, config.run_directory, "redis://:secret@db.lab:6379/0", begins=True)
     address = open_run(config.run_directory).config.streams.redis_url
-    assert address is not None and address.get_secret_value() == "redis://:secret@db.lab:6379/0"
+    assert address.get_secret_value() == "redis://:secret@db.lab:6379/0"
 
 
 def test_new_run_starts_even_if_its_checkpoint_location_is_unwritable(tmp_path, caplog):
@@ -243,11 +244,10 @@ async def test_controller_that_would_forget_a_live_trainer_is_rejected(tmp_path,
         with controller_of(who.run_dir) as first:
             await asyncio.to_thread(first.status)  # an answer implies that the first controller's journal exists
     stream = await open_stream(redis_url, namespace="tiny")
-    beat = encode(ActorAlive(name="actor-0", groups_in_flight=0, groups_done=0, retries=0))
 
     async def report():
         while True:
-            await stream.append(REPORTS, [beat])
+            await stream.append(REPORTS, [encode(alive())])
             await asyncio.sleep(0.05)
 
     reporting = asyncio.create_task(report())
@@ -305,6 +305,15 @@ def begun(config):
     return directory.path, checkpoints_of(directory.config, directory.path)
 
 
+def lost(config, *versions):
+    """Create a run, copy checkpoints of these versions, and delete its directory; return its path."""
+    path, store = begun(config)
+    for version in versions:
+        store.copy(save(store, version))
+    shutil.rmtree(path)
+    return path
+
+
 def test_new_run_gets_a_number_if_its_name_is_taken_at_the_checkpoint_location(config, tmp_path):
     begun(config)
     shutil.rmtree(tmp_path / "runs")  # as on another machine, which lacks the directory
@@ -341,7 +350,7 @@ def test_run_secrets_are_neither_copied_nor_readable_by_others(config):
     url = "redis://ada:s3cret@db:6379/3?db=1&password=s3cret&timeout=9"
     path, store = begun(config.model_copy(update={"streams": StreamsSection(redis_url=url)}))
     address = load(path / "recipe.toml").streams.redis_url
-    assert address is not None and address.get_secret_value() == url
+    assert address.get_secret_value() == url
     store.copy(save(store, 3))
     place = Storage(url_of(config))
     (copy,) = [name for name in place.names() if name.startswith("step-")]
@@ -350,7 +359,7 @@ def test_run_secrets_are_neither_copied_nor_readable_by_others(config):
     shutil.rmtree(path)
     resumed_run.directory_of(url_of(config))
     address = load(path / "recipe.toml").streams.redis_url
-    assert address is not None and address.get_secret_value() == "redis://db:6379/3?db=1&timeout=9"
+    assert address.get_secret_value() == "redis://db:6379/3?db=1&timeout=9"
     assert stat.S_IMODE((path / "recipe.toml").stat().st_mode) == 0o600
 
 
@@ -365,13 +374,10 @@ def test_restoring_a_checkpoint_that_contains_no_recipe_uses_the_recipe_next_to_
 
 
 def test_damaged_checkpoint_copy_is_skipped_with_a_log_entry(config, caplog):
-    path, store = begun(config)
-    for version in (3, 6):
-        store.copy(save(store, version))
+    path = lost(config, 3, 6)
     place = Storage(url_of(config))
     (newest,) = [name for name in place.names() if name.startswith("step-000006")]
     place.write(f"{newest}/model.safetensors", b"other weights")
-    shutil.rmtree(path)
     with caplog.at_level(logging.ERROR):
         resumed_run.directory_of(url_of(config))
     assert "skipping a damaged checkpoint" in caplog.text
@@ -379,9 +385,7 @@ def test_damaged_checkpoint_copy_is_skipped_with_a_log_entry(config, caplog):
 
 
 def test_missing_model_directory_is_restored_from_the_checkpoint(config):
-    path, store = begun(config)
-    store.copy(save(store, 3))
-    shutil.rmtree(path)
+    path = lost(config, 3)
     shutil.rmtree(config.model.resolved)
     resumed_run.directory_of(url_of(config))
     moved = load(path / "recipe.toml")
@@ -394,9 +398,7 @@ def test_missing_model_directory_is_restored_from_the_checkpoint(config):
 
 
 def test_resume_is_rejected_if_the_reference_model_is_missing(config):
-    path, store = begun(config.model_copy(update={"objective": {"preset": "grpo", "grad2": "kl"}}))
-    store.copy(save(store, 3))
-    shutil.rmtree(path)
+    path = lost(config.model_copy(update={"objective": {"preset": "grpo", "grad2": "kl"}}), 3)
     shutil.rmtree(config.model.resolved)
     with pytest.raises(UserError, match="is the reference of this run; copy it here"):
         resumed_run.directory_of(url_of(config))
@@ -404,8 +406,7 @@ def test_resume_is_rejected_if_the_reference_model_is_missing(config):
 
 
 def test_run_restored_without_any_checkpoint_starts_from_the_beginning(config):
-    path, _ = begun(config)
-    shutil.rmtree(path)
+    path = lost(config)
     assert resumed_run.directory_of(url_of(config)) == path
     assert sorted(entry.name for entry in path.iterdir()) == ["layout", "recipe.toml"]
 

@@ -133,7 +133,7 @@ def test_quantised_models_of_a_recipe_are_checked_by_stand_ins_and_run_from_copi
     config = recipe(source, f"reference.path={source}", "objective.grad2.kind=kl")
     with outlined(config) as (plain, needs, sources):
         stand = plain.model.resolved
-        assert plain.reference is not None and plain.reference.path == plain.model.path != config.model.path
+        assert plain.reference.path == plain.model.path != config.model.path
         assert [need.part for need in needs] == ["disk"] and not needs[0].lacking
         assert f"{source} is quantised (fp8): the run first writes a copy in bf16" in needs[0].text
         assert next(findings(plain, sources)) == ("model", f"{source} with 57 tokens")

@@ -18,7 +18,7 @@ RANK = (
 def rank(save_s):
     words = [sys.executable, "-c", RANK, str(save_s)]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    assert process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGTERM)
     return process
 
@@ -33,7 +33,6 @@ def test_other_trainer_ranks_survive_sigterm_until_rank_0_has_saved():
 def test_trainer_rank_ends_after_its_save_deadline_or_a_second_signal(save_s, again, status):
     process = rank(save_s)
     if again:
-        assert process.stdin is not None and process.stdout is not None
         process.stdin.write("has the first been heard?\n")
         process.stdin.flush()
         assert process.stdout.readline() == "still here\n"

@@ -63,7 +63,7 @@ def test_sample_log_gets_groups_per_step_and_seed_from_the_recipe_and_can_be_dis
     config = load("tiny", ["samples.max_bytes=2097152", "samples.groups_per_step=3", "run.seed=5"])
     identity = Identity(run_dir=tmp_path, config=config, name="role")
     samples = samples_of(identity)
-    assert samples is not None and (samples.groups_per_step, samples.seed) == (3, 5)
+    assert (samples.groups_per_step, samples.seed) == (3, 5)
     assert samples.decode([0, 1]) == decoder_of(config.model.resolved)([0, 1])
     samples.log.close()
     assert samples_of(replace(identity, config=load("tiny", ["samples.log=off"]))) is None

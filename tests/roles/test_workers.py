@@ -82,7 +82,6 @@ def steps(config, step, objective, numbers):
 
 
 def weights(workers):
-    assert workers.critic is not None and workers.passes.reference is not None
     each = (workers.passes.policy, workers.critic.worker, workers.passes.reference)
     return [array for worker in each for array in weights_of(worker).values()]
 
@@ -109,9 +108,7 @@ def test_resumed_run_continues_policy_critic_and_reference_bit_exactly(config, t
     close_workers(first)
 
     latest = store.latest()
-    assert latest is not None
     again = started(config, recipe, checkpoint=latest[0])
-    assert again.passes.reference is not None
     assert (again.passes.policy.model_version, again.passes.reference.model_version) == (3, 0)
     resumed = AdaptiveObjective(recipe, controller=config.kl_control.controller, restored=latest[1].kl_coefficient)
     figures = steps(config, again, resumed, range(3, 6))
@@ -261,7 +258,7 @@ def test_resumed_run_continues_bit_exactly_with_the_weight_history_of_its_checkp
     close_workers(first)
 
     again = started(sampling, objective_of(sampling), checkpoint=path, version=4)
-    assert again.passes.history is not None and again.passes.history.versions == [1, 2, 3, 4]
+    assert again.passes.history.versions == [1, 2, 3, 4]
     assert lockstep(sampling, again, range(4, 8), k=3) == undisturbed[0]
     for name, array in weights_of(again.passes.policy).items():
         np.testing.assert_array_equal(array, undisturbed[1][name])
@@ -274,5 +271,5 @@ def test_run_resumed_without_weight_history_trains_only_on_samples_of_the_resume
     (tmp_path / "old" / "trainer").mkdir(parents=True)
     first.passes.policy.save_state(tmp_path / "old" / "trainer")
     again = started(sampling, objective_of(sampling), checkpoint=tmp_path / "old", version=2)
-    assert again.passes.history is not None and again.passes.history.versions == [2]
+    assert again.passes.history.versions == [2]
     assert [again.can_train(group(0, version=version)) for version in (1, 2)] == [False, True]

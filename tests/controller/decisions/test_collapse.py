@@ -150,7 +150,7 @@ def test_collapsed_run_returns_to_its_good_version_once_with_half_the_learning_r
     assert directive.rewind_to == 6 and directive.knobs.learning_rate == pytest.approx(0.05)
     assert [change.who for change in state.knob_log] == ["the collapse guard"]
     run.ready("2", 5)
-    assert run.directive is not None and run.directive.rewind_to is None and run.directive.checkpoint
+    assert run.directive.rewind_to is None and run.directive.checkpoint
     assert run.directive.controller_state is not None and run.directive.controller_state["rewound"]
     assert run.directive.knobs.learning_rate == pytest.approx(0.05)
     state.watched.rewards.held = WINDOW
@@ -167,7 +167,7 @@ def test_replacement_trainer_that_did_not_return_is_told_again():
     run = collapsing(6)
     after_next_step(run)
     run.ready("2", 10)
-    assert run.directive is not None and run.directive.rewind_to == 6
+    assert run.directive.rewind_to == 6
 
 
 def test_changed_domain_weights_begin_a_new_history_of_rewards():

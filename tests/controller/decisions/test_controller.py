@@ -253,7 +253,7 @@ def test_preempted_trainer_saves_its_state_and_a_new_trainer_continues():
     left = run.controller.handle(TrainerStopped(epoch=1, model_version=0, left=True), now=0.0)
     assert left == [Record("trainer_left", {"model_version": 0})]
     run.ready("2")
-    assert run.directive is not None and (run.directive.epoch, run.directive.stop) == (2, False)
+    assert (run.directive.epoch, run.directive.stop) == (2, False)
 
 
 def test_preempted_trainer_is_not_replaced_when_the_run_is_stopping():
@@ -297,7 +297,7 @@ def test_weight_publication_postponed_by_an_evaluation_reaches_all_engines_after
     while holds_updates(run.state):
         run.sample()
         run.answer()
-    assert run.directive is not None and run.directive.publish_to == [ENGINE, OTHER]
+    assert run.directive.publish_to == [ENGINE, OTHER]
 
 
 def test_knob_changes_are_sent_immediately_to_a_trainer_that_waits_for_rollouts():
@@ -316,7 +316,7 @@ def test_knob_changes_are_not_sent_to_an_absent_or_stopping_trainer():
     run.begin()
     run.apply(run.controller.stop("enough"))
     assert directives(run.controller.decide(change)) == []
-    assert run.directive is not None and run.directive.stop
+    assert run.directive.stop
 
 
 def test_trainer_that_waits_for_rollouts_while_an_evaluation_runs_gets_a_directive_to_keep_waiting():
@@ -401,7 +401,7 @@ def test_last_evaluation_is_completed_if_the_trainer_restarts_during_it():
     run.orders.clear()
     run.ready("2", 2)
     assert run.finished is None
-    assert run.directive is not None and run.directive.stop
+    assert run.directive.stop
     run.play()
     assert run.finished == "all 2 steps are done"
     assert run.state.evaluations.results[-1].model_version == 2
@@ -417,7 +417,7 @@ def test_run_begins_without_waiting_for_an_engine_that_an_operator_removed():
     run.give(EngineRemoved(now=0.0, engine="engine-1"))
     assert waiting_for(run.state, now=0.0).startswith("engine-2 to join; http://engine-1 is expelled")
     run.give(joins("http://engine-2", name="engine-2"))
-    assert run.directive is not None and run.directive.publish_to == [ENGINE, "http://engine-2"]
+    assert run.directive.publish_to == [ENGINE, "http://engine-2"]
 
 
 def test_resumed_controller_requests_again_exactly_the_groups_that_were_in_flight():

@@ -98,7 +98,7 @@ def test_engine_that_never_answers_its_canary_is_expelled(run):
     made = run.controller
     run.give(joins(OTHER))
     for failures in range(1, made.state.fleet.updates_to_expulsion + 1):
-        assert run.directive is not None and run.directive.to_verify == [OTHER]
+        assert run.directive.to_verify == [OTHER]
         give_weights(run, ENGINE, OTHER)
         run.give(proof(run, failed={OTHER: "400: no chat template"}))
         assert made.state.fleet.by_url[OTHER].failed_updates == failures
@@ -116,7 +116,6 @@ def test_engine_that_failed_its_canary_is_not_retried_when_another_engine_joins(
     run.give(proof(run, mismatched={OTHER: "0.7 nats off"}))
     run.give(EngineAnswered(now=0.0, url=OTHER))
     run.give(joins("http://engine-2"))
-    assert run.directive is not None
     assert (run.directive.publish_to, run.directive.to_verify) == (["http://engine-2"], ["http://engine-2"])
     assert lifecycle(made, OTHER) is EngineLifecycle.DIRTY
 

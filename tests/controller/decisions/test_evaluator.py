@@ -80,10 +80,10 @@ def test_late_answer_to_an_abandoned_evaluation_is_ignored_by_the_next_evaluatio
     run.ready("2")
     run.publish()
     evaluation = run.state.evaluations.current
-    assert evaluation is not None and evaluation.restarts == 1
+    assert evaluation.restarts == 1
     for order in old:
         run.tell(failed(order, "the engine died"))
-    assert run.state.evaluations.current is not None and run.state.evaluations.current.answers == {}
+    assert run.state.evaluations.current.answers == {}
 
 
 @pytest.mark.parametrize("pin", [Pin.AUTO, Pin.GATE, Pin.ENGINE])
@@ -119,7 +119,7 @@ def test_pinned_engine_answers_an_evaluation_while_training_continues_on_the_oth
     run.begin()
     until_evaluation(unanswering(run), 5)
     pinned = run.state.evaluations.current
-    assert pinned is not None and (pinned.pin, pinned.engine) == (Pin.ENGINE, OTHER)
+    assert (pinned.pin, pinned.engine) == (Pin.ENGINE, OTHER)
     assert run.state.fleet.serving() == [ENGINE]
     at = pinned.model_version
     run.until_version(at + 20)
@@ -132,7 +132,7 @@ def test_pinned_engine_answers_an_evaluation_while_training_continues_on_the_oth
     (result,) = results(run)[1:]
     assert (result.pin, result.engine, result.model_version) == (Pin.ENGINE, OTHER, at)
     assert result.incomplete == "no answer arrived for 120 s" and result.steps_meanwhile >= 20
-    assert run.directive is not None and run.directive.to_verify == [OTHER], "it catches up at once, and proves it"
+    assert run.directive.to_verify == [OTHER], "it catches up at once, and proves it"
     while run.publications:
         run.publish()
     assert run.state.fleet.serving() == list(BOTH)
@@ -169,7 +169,7 @@ def test_evaluation_that_postpones_weight_updates_is_abandoned_at_its_time_limit
     assert holds_updates(run.state)
     run.give(Ticked(now=61.0))
     assert results(run)[-1].incomplete == "updates were postponed for 60 s (evaluation.hold_s)"
-    assert run.directive is not None and run.directive.publish_to == [ENGINE]
+    assert run.directive.publish_to == [ENGINE]
     run.publish()
     run.until_version(at + 5)
 
@@ -181,7 +181,7 @@ def test_evaluation_restarts_when_its_pinned_engine_is_lost_and_ends_after_too_m
     until_evaluation(unanswering(run), 5)
     for life in range(1, 5):
         evaluation = run.state.evaluations.current
-        assert evaluation is not None and evaluation.restarts == life - 1
+        assert evaluation.restarts == life - 1
         run.give(EngineTimedOut(now=0.0, url=evaluation.engine, reason="killed"))
         run.give(EngineAnswered(now=0.0, url=evaluation.engine))
         if life < 4:
@@ -207,7 +207,7 @@ def test_evaluation_leaves_an_engine_that_is_suspect_for_longer_than_5_s():
     assert abandoned(events) == [f"{OTHER} is suspect"]
     until_evaluation(run, 5)
     evaluation = run.state.evaluations.current
-    assert evaluation is not None and evaluation.engine != OTHER
+    assert evaluation.engine != OTHER
 
 
 def test_evaluation_restarts_when_its_engine_drains_or_a_new_trainer_begins():
@@ -239,11 +239,11 @@ def test_stopped_run_evaluates_its_final_weights_with_all_engines():
     run = evaluating()
     events = recorded(run)
     run.give(StopAsked(now=0.0, reason="enough"))
-    assert run.directive is not None and run.directive.publish_to == list(BOTH), "the pinned one, too"
+    assert run.directive.publish_to == list(BOTH), "the pinned one, too"
     run.train()
     assert abandoned(events) == ["the run ends, and its last weights are evaluated"]
     evaluation = run.state.evaluations.current
-    assert evaluation is not None and (evaluation.pin, evaluation.model_version) == (Pin.GATE, run.version)
+    assert (evaluation.pin, evaluation.model_version) == (Pin.GATE, run.version)
     assert {order.engine for order in run.orders[-3:]} == {""}
 
 
@@ -304,7 +304,7 @@ def test_evaluation_set_that_becomes_due_during_an_evaluation_runs_once_afterwar
     run.until_version(current.model_version + 12)
     waiting = run.state.evaluations.due
     assert run.state.evaluations.current is current
-    assert waiting is not None and waiting.sets == ("hard",), "its own set is under way, the other waits"
+    assert waiting.sets == ("hard",), "its own set is under way, the other waits"
     run.give(Ticked(now=1000.0))
     assert results(run)[-1].name == "held_out" and results(run)[-1].incomplete
     del run.__dict__["sample"]
@@ -351,4 +351,4 @@ def test_status_shows_each_accuracy_with_the_name_of_its_evaluation_set():
     assert [(each.name, each.accuracy, each.first) for each in shown.other_sets] == [("hard", 1.0, 1.0)]
     until_evaluation(run, 5)
     shown = run_status(run.controller, watch=EngineWatch(), name="r", now=1.0, elapsed_s=1.0)
-    assert shown.evaluating is not None and shown.evaluating.sets == ("held_out",)
+    assert shown.evaluating.sets == ("held_out",)

@@ -98,7 +98,7 @@ def test_failing_or_suspended_run_waits_for_its_trainer_to_save_only_up_to_a_tim
     ends(made, refusal if end is End.FAILED else SuspendAsked(now=0.0, reason="suspended by somebody"))
     assert ends(made, Ticked(now=29.0)) == (None, None)
     _, finish = ends(made, Ticked(now=31.0))
-    assert finish is not None and finish.end is end
+    assert finish.end is end
 
 
 def test_transient_refusal_of_weights_does_not_end_the_run():
@@ -168,7 +168,7 @@ def test_run_without_an_engine_ends_after_the_time_limit():
     assert ends(made, Ticked(now=10.0)) == (None, None)
     assert ends(made, Ticked(now=309.0)) == (None, None)
     _, finish = ends(made, Ticked(now=311.0))
-    assert finish is not None and finish.end is End.FAILED
+    assert finish.end is End.FAILED
     assert finish.reason.startswith("no engine has been alive for 300 s (run.engine_timeout_s)")
 
 

@@ -128,9 +128,9 @@ def _by_domain(state: RunState, reported: Figures) -> dict[str, dict[str, float]
     watched = state.watched
     before, watched.verified = watched.verified, {}
     for alive, _ in state.actors.values():
-        for domain, each in alive.verifiers.items():
+        for domain, totals in alive.verifiers.items():
             known = watched.verified.get(domain, VerifierFigures())
-            sums = {name: getattr(known, name) + getattr(each, name) for name in _TOTALS}
+            sums = {name: getattr(known, name) + getattr(totals, name) for name in _TOTALS}
             watched.verified[domain] = VerifierFigures(**sums)
     outdated = watched.outdated
     figures = {domain: dict(reported.get(domain, {})) for domain in sorted({*reported, *outdated})}

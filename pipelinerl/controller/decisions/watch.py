@@ -67,8 +67,8 @@ class EngineSpeeds:
         known = [url for url in urls if url in self._sums and self._sums[url][0] >= _FEW]
         if len(known) < 2:
             return {}
-        weight, *sums = np.array([self._sums[url] for url in known]).T
-        x, y, xx, xy = sums / weight
+        sums = np.array([self._sums[url] for url in known]).T
+        x, y, xx, xy = sums[1:] / sums[0]
         variance, covariance = np.maximum(0.0, xx - x**2).sum(), (xy - x * y).sum()
         power = min(1.0, max(0.0, (covariance + _POWER * _VARIANCE) / (variance + _VARIANCE)))
         speeds = power * x - y

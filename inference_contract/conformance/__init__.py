@@ -18,7 +18,7 @@ The kit needs httpx. The weight checks import torch and xxhash on demand, the re
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -35,9 +35,7 @@ from inference_contract.conformance import (
     stream_checks,
     weight_checks,
 )
-from inference_contract.conformance.session import Expected, NotOffered, Session
-
-Check = Callable[[Session], str | None]
+from inference_contract.conformance.session import Check, Expected, NotOffered, Session
 
 #: The order matters: later checks rely on earlier ones, and weights change last.
 CHECKS: tuple[Check, ...] = (

@@ -7,7 +7,7 @@ import math
 from typing import Final
 
 from inference_contract import routes
-from inference_contract.conformance.session import MESSAGES, NotOffered, Session, refused, succeeded
+from inference_contract.conformance.session import MESSAGES, NotOffered, Session, checks_of, refused, succeeded
 from inference_contract.schemas import ChatCompletion, ChatCompletionChunk, Choice, FinishReason
 
 #: Fields that clients send by default, at values that do not change the answer.
@@ -250,23 +250,4 @@ def request_cannot_replace_the_template(session: Session) -> None:
     )
 
 
-CHECKS = (
-    chat_has_openai_shape,
-    n_gives_n_choices,
-    columns_match_tokens,
-    openai_logprobs_match,
-    extras_only_on_request,
-    same_seed_same_samples,
-    noise_is_per_sample,
-    seeds_and_samples_differ,
-    greedy_ignores_the_seed,
-    top_k_one_is_certain,
-    max_tokens_is_respected,
-    stop_string_ends_text,
-    eos_is_ignored,
-    prompt_ids_are_returned_unchanged,
-    alias_is_served,
-    default_fields_are_accepted,
-    messages_cannot_inject_control_tokens,
-    request_cannot_replace_the_template,
-)
+CHECKS = checks_of(globals())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from inference_contract.conformance.chat_checks import check_columns, ids_of, stoppable
-from inference_contract.conformance.session import NotOffered, Session, chunks, refused
+from inference_contract.conformance.session import NotOffered, Session, checks_of, chunks, refused
 from inference_contract.conformance.stream_checks import check_streamed, gathered
 from inference_contract.schemas import Choice, Continuation, FinishReason
 
@@ -170,12 +170,4 @@ def fewer_chunks_give_the_same_answer(session: Session) -> None:
     check_streamed(gathered(received), whole)
 
 
-CHECKS = (
-    greedy_answer_continues,
-    sampled_answer_continues,
-    prefix_counts_towards_max_tokens,
-    stop_string_may_span_the_prefix,
-    ended_prefix_is_refused,
-    unknown_prefix_is_refused,
-    fewer_chunks_give_the_same_answer,
-)
+CHECKS = checks_of(globals())

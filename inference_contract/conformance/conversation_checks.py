@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from inference_contract.conformance.chat_checks import check_columns, ids_of, prompt_of
 from inference_contract.conformance.openai_checks import TOOL, answered, call_and_result
-from inference_contract.conformance.session import MESSAGES, NotOffered, Session, refused
+from inference_contract.conformance.session import MESSAGES, NotOffered, Session, checks_of, refused
 from inference_contract.conformance.stream_checks import gathered
 from inference_contract.schemas import ChatCompletion, Choice, FinishReason
 
@@ -167,10 +167,4 @@ def tool_results_continue_calls_or_are_refused(session: Session) -> None:
         assert prompt == whole, f"after {len(known)} known tokens {whole[len(known) :]} must follow, got {prompt}"
 
 
-CHECKS = (
-    conversation_continues_exactly,
-    tail_is_that_of_the_full_rendering,
-    bad_continuations_are_refused,
-    calls_are_parsed_or_refused,
-    tool_results_continue_calls_or_are_refused,
-)
+CHECKS = checks_of(globals())

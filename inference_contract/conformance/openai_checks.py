@@ -11,7 +11,7 @@ from typing import Any, Final
 from inference_contract import routes
 from inference_contract.completions import TextCompletion
 from inference_contract.conformance.chat_checks import check_columns, ids_of, prompt_of
-from inference_contract.conformance.session import MESSAGES, Session, chunks, refused, succeeded
+from inference_contract.conformance.session import MESSAGES, Session, checks_of, chunks, refused, succeeded
 from inference_contract.conformance.stream_checks import gathered
 from inference_contract.routed_experts import RoutedExperts
 from inference_contract.schemas import ChatCompletion, ChatCompletionChunk, Choice, FinishReason, TokenLogprob
@@ -229,20 +229,7 @@ def completions_route_is_served_or_absent(session: Session) -> None:
     refused(session.post(routes.COMPLETIONS, {"prompt": "1 + 2", "suffix": "= 3"}), 400, 422, param="suffix")
 
 
-CHECKS = (
-    tools_are_rendered_or_refused,
-    forced_calls_are_refused,
-    tool_results_are_rendered_or_refused,
-    developer_role_is_rendered_or_refused,
-    response_format_is_enforced_or_refused,
-    top_logprobs_are_returned_or_refused,
-    min_p_is_applied_or_refused,
-    policy_logprobs_are_returned_or_refused,
-    logit_bias_is_applied_or_refused,
-    penalties_are_applied_or_refused,
-    short_model_name_is_accepted,
-    completions_route_is_served_or_absent,
-)
+CHECKS = checks_of(globals())
 
 
 def routed_experts_are_returned_or_refused(session: Session) -> None:
@@ -309,4 +296,4 @@ def prompt_logprobs_are_returned_or_refused(session: Session) -> None:
 
 
 #: These checks run after the checks of streams, because they read streams themselves.
-ROUTING_CHECKS = (routed_experts_are_returned_or_refused, prompt_logprobs_are_returned_or_refused)
+ROUTING_CHECKS = checks_of(globals(), but=CHECKS)

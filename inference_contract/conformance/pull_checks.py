@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import httpx
 
 from inference_contract import routes
-from inference_contract.conformance.session import NotOffered, Session, refused
+from inference_contract.conformance.session import NotOffered, Session, checks_of, refused
 from inference_contract.conformance.weight_checks import (
     check_lost,
     check_served,
@@ -260,13 +260,4 @@ def _pulled(session: Session, server: WeightServer, tag: int) -> int:
     return version
 
 
-CHECKS = (
-    pull_is_served,
-    pull_and_broadcast_take_turns,
-    pull_tries_the_next_source,
-    pull_of_shards_is_served,
-    pull_with_wrong_bytes_is_refused,
-    broken_pull_leaves_old_weights,
-    aborted_pull_leaves_old_weights,
-    pull_in_flight,
-)
+CHECKS = checks_of(globals())

@@ -58,14 +58,11 @@ def perturbed(weights: Weights, tag: int, *, strength: float = 0.5, names: froze
     for row, (name, values) in enumerate(weights.items()):
         if names is None or name in names:
             scale = float(values.double().square().mean().sqrt()) or 0.02
-            changed[name] = (values.double() + strength * scale * _noise(values.shape, tag + 7 * row)).to(values.dtype)
+            # Fixed noise without structure, of mean 0 and variance 1.
+            spread = torch.sin(torch.arange(values.numel(), dtype=torch.float64) * 12.9898 + tag + 7 * row) * 43758.5453
+            noise = ((spread - spread.floor() - 0.5) * 12**0.5).view(values.shape)
+            changed[name] = (values.double() + strength * scale * noise).to(values.dtype)
     return changed
-
-
-def _noise(shape: torch.Size, tag: int) -> Tensor:
-    """Return a fixed f64 tensor without structure, of mean 0 and variance 1."""
-    spread = torch.sin(torch.arange(shape.numel(), dtype=torch.float64) * 12.9898 + tag) * 43758.5453
-    return ((spread - spread.floor() - 0.5) * 12**0.5).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +81,6 @@ class Rows:
         logprobs = torch.tensor([choice.token_logprobs for choice in answer.choices], dtype=torch.float64)
         assert tokens.shape == logprobs.shape, "with return_token_ids each token must have a log-prob"
         return cls(answer.prompt_token_ids or [], tokens, logprobs, temperature)
-
-    def at(self, temperature: float) -> Rows:
-        """Return these rows as if sampled at another temperature."""
-        return Rows(self.prompt, self.tokens, self.logprobs, temperature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +145,13 @@ class Reference:
 
     def first_other(self, expected: list[int], got: list[int]) -> str:
         """Name the first token in which two prompts differ."""
-        at = next((i for i, (one, two) in enumerate(zip(expected, got, strict=False)) if one != two), None)
-        at = min(len(expected), len(got)) if at is None else at
-        one, two = (self._shown(ids, at) for ids in (expected, got))
+        different = (i for i, (one, two) in enumerate(zip(expected, got, strict=False)) if one != two)
+        at = next(different, min(len(expected), len(got)))
+        one, two = (
+            f"{ids[at]} ({self.tokenizer.decode([ids[at]])!r})" if at < len(ids) else "the end of the prompt"
+            for ids in (expected, got)
+        )
         return f"token {at} must be {one}, got {two}"
-
-    def _shown(self, ids: list[int], at: int) -> str:
-        return f"{ids[at]} ({self.tokenizer.decode([ids[at]])!r})" if at < len(ids) else "the end of the prompt"
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
         """Compute with these weights from now on."""
@@ -200,13 +193,10 @@ class Reference:
         return Difference(typical(residual), worst, residual.numel(), allowed)
 
     def _rounded(self, precision: str) -> Any:
-        if precision not in self._coarse:
-            self._coarse[precision] = self._computing_in(precision)
-        return self._coarse[precision]
-
-    def _computing_in(self, precision: str) -> Any:
         """Return a copy of the model that computes in this precision."""
-        model = copy.deepcopy(self.model)
+        if precision in self._coarse:
+            return self._coarse[precision]
+        model = self._coarse[precision] = copy.deepcopy(self.model)
         if precision not in _LEVELS:
             return model.to(getattr(torch, precision))
         head = model.get_output_embeddings()

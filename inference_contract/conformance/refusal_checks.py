@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from inference_contract import routes
 from inference_contract.conformance.chat_checks import check_columns
-from inference_contract.conformance.session import NotOffered, Session, refused, succeeded
+from inference_contract.conformance.session import NotOffered, Session, checks_of, refused, succeeded
 from inference_contract.schemas import (
     LEAST_TEMPERATURE,
     LEAST_TOP_P,
@@ -68,14 +68,7 @@ def metrics_count_tokens(session: Session) -> None:
     assert grown == sampled, f"generated_tokens_total must grow by the {sampled} tokens sampled, it grew by {grown:g}"
 
 
-STATE_CHECKS = (
-    health_is_ready,
-    health_needs_no_token,
-    other_routes_need_the_token,
-    model_card_is_complete,
-    metrics_are_prometheus,
-    metrics_count_tokens,
-)
+STATE_CHECKS = checks_of(globals())
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
@@ -165,16 +158,4 @@ def unknown_route_and_method_are_refused(session: Session) -> None:
     refused(session.get(routes.CHAT_COMPLETIONS), 405)
 
 
-REFUSAL_CHECKS = (
-    unknown_field_is_refused,
-    wrong_type_is_refused,
-    out_of_range_is_refused,
-    extreme_values_are_served_or_refused,
-    missing_prompt_is_refused,
-    malformed_body_is_refused,
-    too_long_prompt_is_refused,
-    token_outside_vocabulary_is_refused,
-    unknown_model_is_refused,
-    refused_stream_gets_a_plain_error,
-    unknown_route_and_method_are_refused,
-)
+REFUSAL_CHECKS = checks_of(globals(), but=STATE_CHECKS)

@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import httpx
 
 from inference_contract import routes
 from inference_contract.schemas import ChatCompletion, ChatCompletionChunk, Health, ModelCard, ModelList
+
+if TYPE_CHECKING:
+    from inference_contract.conformance.trainer import KitTrainer
 
 #: The default conversation of the checks; any chat model can answer it.
 MESSAGES: Final = [{"role": "user", "content": "1 + 2 = "}]
@@ -23,18 +26,6 @@ MESSAGES: Final = [{"role": "user", "content": "1 + 2 = "}]
 
 class NotOffered(Exception):
     """The engine or this machine cannot demonstrate a promise; the check is reported as `unsupported`."""
-
-
-class Peer(Protocol):
-    """The trainer's end of the weight group, played by the weight checks."""
-
-    def leave(self) -> None:
-        """Leave the group; the next check forms another."""
-        ...
-
-    def close(self) -> None:
-        """Leave the group and close its rendezvous store."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +55,7 @@ class Session:
         self.token = token
         self.timeout_s = timeout_s
         self.host = host
-        self.peer: Peer | None = None
+        self.peer: KitTrainer | None = None
         self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout_s, trust_env=False)
 
     def __enter__(self) -> Self:
@@ -144,6 +135,19 @@ class Session:
         """After a failed check, leave the group, so that the engine drops staged weights before the next check."""
         if self.peer is not None:
             self.peer.leave()
+
+
+Check = Callable[[Session], str | None]
+
+
+def checks_of(module: dict[str, Any], *, but: tuple[Check, ...] = ()) -> tuple[Check, ...]:
+    """Return a module's checks so far, in order, without those in `but`.
+
+    A check is a public function that takes a `session: Session`, and returns None or a text about what it has measured.
+    """
+    takes_session = ({"session": "Session", "return": "None"}, {"session": "Session", "return": "str | None"})
+    public = (value for name, value in module.items() if callable(value) and name[0] != "_" and value not in but)
+    return tuple(each for each in public if getattr(each, "__annotations__", {}) in takes_session)
 
 
 def body(**fields: Any) -> dict[str, Any]:

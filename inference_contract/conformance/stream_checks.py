@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from inference_contract.conformance.chat_checks import stoppable
-from inference_contract.conformance.session import NotOffered, Session
+from inference_contract.conformance.session import NotOffered, Session, checks_of
 from inference_contract.schemas import AssistantMessage, ChatCompletionChunk, Choice, FinishReason
 from inference_contract.tools import ToolCall
 
@@ -111,7 +111,10 @@ def disconnect_frees_a_stream(session: Session) -> None:
             continue
         after_leaving = session.generated_tokens() - before - at_leaving
         if after_leaving <= (whole - at_leaving) / 2:
-            _only_its_own_tokens(session)
+            before = session.generated_tokens()
+            own = session.chat().usage.completion_tokens
+            grown = session.generated_tokens() - before
+            assert grown == own, f"no other request ran, but {grown:g} tokens were sampled for a request of {own}"
             return
         wasted.append(f"{after_leaving:g} of the {whole - at_leaving:g} tokens left of a stream")
     assert not wasted, f"after the client disconnected, the engine still sampled {', '.join(wasted)}"
@@ -127,12 +130,4 @@ def _await_idle(session: Session) -> None:
         time.sleep(0.001)
 
 
-def _only_its_own_tokens(session: Session) -> None:
-    """Send a request to an idle engine; fail unless the engine samples exactly the tokens of this request."""
-    before = session.generated_tokens()
-    own = session.chat().usage.completion_tokens
-    grown = session.generated_tokens() - before
-    assert grown == own, f"no other request ran, but {grown:g} tokens were sampled for a request of {own}"
-
-
-CHECKS = (stream_equals_whole, stream_equals_whole_with_stop, stream_carries_usage, disconnect_frees_a_stream)
+CHECKS = checks_of(globals())

@@ -19,7 +19,7 @@ import xxhash
 
 from inference_contract import routes
 from inference_contract.conformance.session import Session, succeeded
-from inference_contract.weights import ParameterSpec, WeightLayout
+from inference_contract.weights import WeightLayout
 
 dist: Any = torch.distributed
 
@@ -31,14 +31,13 @@ _JOINS_S = 0.3
 
 def weights(layout: WeightLayout, tag: int) -> torch.Tensor:
     """Return the bytes [num_bytes] of the weights number `tag`: small, finite, and different for each tag."""
-    return torch.cat([_parameter(spec, tag + 7 * row) for row, spec in enumerate(layout.parameters)])
-
-
-def _parameter(spec: ParameterSpec, tag: int) -> torch.Tensor:
-    count = spec.num_bytes // spec.dtype.itemsize
-    wave = torch.sin(torch.arange(count, dtype=torch.float64) * 0.7548776662 * (1 + tag % 101) + tag)
-    scaled = (wave * 60).to(torch.int8) if spec.dtype == "int8" else (wave * 0.5).to(getattr(torch, spec.dtype.value))
-    return scaled.view(torch.uint8)
+    parts = []
+    for row, spec in enumerate(layout.parameters):
+        at, count = tag + 7 * row, spec.num_bytes // spec.dtype.itemsize
+        wave = torch.sin(torch.arange(count, dtype=torch.float64) * 0.7548776662 * (1 + at % 101) + at)
+        size = 60 if spec.dtype == "int8" else 0.5
+        parts.append((wave * size).to(getattr(torch, spec.dtype.value)).view(torch.uint8))
+    return torch.cat(parts)
 
 
 def converted(data: torch.Tensor, wire: WeightLayout, layout: WeightLayout) -> torch.Tensor:

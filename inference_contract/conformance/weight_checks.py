@@ -12,7 +12,7 @@ import httpx
 
 from inference_contract import routes
 from inference_contract.conformance.chat_checks import check_columns
-from inference_contract.conformance.session import Load, NotOffered, Session, chunks, refused, succeeded
+from inference_contract.conformance.session import Load, NotOffered, Session, checks_of, chunks, refused, succeeded
 from inference_contract.conformance.stream_checks import gathered
 from inference_contract.schemas import ChatCompletion, Choice
 from inference_contract.weights import DType, WeightLayout
@@ -392,25 +392,4 @@ def _broadcasts_under_load(
     return updates_under_load(session, ask, prepare, send, length=length, **commit)
 
 
-CHECKS = (
-    update_without_group_is_refused,
-    group_is_joined,
-    lower_generation_is_refused,
-    higher_generation_replaces,
-    join_fails_when_rendezvous_closes,
-    update_is_served,
-    layout_id_is_enough,
-    same_version_is_a_no_op,
-    prepare_is_idempotent,
-    older_version_is_refused,
-    wrong_layout_is_refused,
-    converted_dtype_is_served,
-    commit_needs_prepare,
-    wrong_digest_is_refused,
-    abort_leaves_old_weights,
-    lost_trainer_leaves_old_weights,
-    update_in_flight,
-    update_during_whole_answer,
-    abort_on_update_ends_samples,
-    drain_finishes_running_samples,
-)
+CHECKS = checks_of(globals())

@@ -1,79 +1,79 @@
 """`Fault`: the ways in which a `ScriptedEngine` can break a promise of the inference contract."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
+#: The faults by name, each with the check of the conformance kit that must fail.
+CAUGHT_BY = {
+    "ACCEPTS_OLDER": "older_version_is_refused",
+    "ACCEPTS_ANY_LAYOUT": "wrong_layout_is_refused",
+    "IGNORES_DIGEST": "wrong_digest_is_refused",
+    "IGNORES_WEIGHTS": "update_is_served",
+    "SERVES_STAGED": "wrong_digest_is_refused",
+    "LOWER_GENERATION": "lower_generation_is_refused",
+    "LEAVES_FOR_ANY_JOIN": "join_fails_when_rendezvous_closes",
+    "REPREPARES": "prepare_is_idempotent",
+    "ONE_SPAN": "update_during_whole_answer",
+    "NEWEST_SPAN": "update_during_whole_answer",
+    "SHORT_SPANS": "columns_match_tokens",
+    "POSITIVE_LOGPROBS": "columns_match_tokens",
+    "RAW_LOGPROBS": "top_k_one_is_certain",
+    "IGNORES_SEED": "same_seed_same_samples",
+    "NOISE_BY_BATCH": "noise_is_per_sample",
+    "STREAM_DIFFERS": "stream_equals_whole",
+    "STREAMS_STOP_STRING": "stream_equals_whole_with_stop",
+    "RETOKENIZES": "prompt_ids_are_returned_unchanged",
+    "DROPS_UNKNOWN_FIELDS": "unknown_field_is_refused",
+    "CLAMPS_TOP_K": "out_of_range_is_refused",
+    "FAILS_AT_LARGE_TOP_K": "extreme_values_are_served_or_refused",
+    "TRUNCATES_PROMPT": "too_long_prompt_is_refused",
+    "COUNTS_NOTHING": "metrics_count_tokens",
+    "PULLS_WITHOUT_TOKEN": "pull_is_served",
+    "PULLS_ELSEWHERE": "pull_and_broadcast_take_turns",
+    "PULLS_FROM_FIRST_ONLY": "pull_tries_the_next_source",
+    "PULLS_FIRST_SHARD": "pull_of_shards_is_served",
+    "PULLS_WRONG_BYTES": "pull_with_wrong_bytes_is_refused",
+    "SERVES_HALF_A_PULL": "broken_pull_leaves_old_weights",
+    "COMMITS_ON_ABORT": "aborted_pull_leaves_old_weights",
+    "IGNORES_DRAIN": "drain_finishes_running_samples",
+    "NEVER_FREES": "disconnect_frees_a_stream",
+    "SPELLS_TOKENS": "messages_cannot_inject_control_tokens",
+    "OPENS_TEMPLATE": "request_cannot_replace_the_template",
+    "REFUSES_DEFAULTS": "default_fields_are_accepted",
+    "FORGETS_PREFIX": "greedy_answer_continues",
+    "REPEATS_PREFIX": "greedy_answer_continues",
+    "RESTARTS_NOISE": "sampled_answer_continues",
+    "RENUMBERS_SAMPLES": "sampled_answer_continues",
+    "COUNTS_LIMIT_ANEW": "prefix_counts_towards_max_tokens",
+    "STOPS_IN_NEW_TEXT_ONLY": "stop_string_may_span_the_prefix",
+    "TAKES_ENDED_PREFIX": "ended_prefix_is_refused",
+    "WRAPS_UNKNOWN_PREFIX": "unknown_prefix_is_refused",
+    "IGNORES_INTERVAL": "fewer_chunks_give_the_same_answer",
+    "REINTERPRETS": "converted_dtype_is_served",
+    "HEEDS_EOS": "eos_is_ignored",
+    "FORGETS_ROUTING": "routed_experts_are_returned_or_refused",
+    "SHIFTS_PROMPT_LOGPROBS": "prompt_logprobs_are_returned_or_refused",
+    "SCORES_AT_ONE": "prompt_logprobs_are_returned_or_refused",
+    "DROPS_TOOLS": "tools_are_rendered_or_refused",
+    "DROPS_TOOL_RESULTS": "tool_results_are_rendered_or_refused",
+    "ANSWERS_FREELY": "response_format_is_enforced_or_refused",
+    "RAW_TOP_LOGPROBS": "top_logprobs_are_returned_or_refused",
+    "IGNORES_MIN_P": "min_p_is_applied_or_refused",
+    "IGNORES_POLICY_LOGPROBS": "policy_logprobs_are_returned_or_refused",
+    "KEEPS_EVERY_TOKEN": "policy_logprobs_are_returned_or_refused",
+    "IGNORES_BIAS": "logit_bias_is_applied_or_refused",
+    "COUNTS_NO_REPEATS": "penalties_are_applied_or_refused",
+    "WANTS_WHOLE_NAME": "short_model_name_is_accepted",
+    "IGNORES_TEXT": "completions_route_is_served_or_absent",
+    "RENDERS_ANEW": "conversation_continues_exactly",
+    "SAMPLES_AFTER_KNOWN": "conversation_continues_exactly",
+    "FORGETS_END_OF_TURN": "tail_is_that_of_the_full_rendering",
+    "TAKES_HALF_A_CONTINUATION": "bad_continuations_are_refused",
+    "WRAPS_CONTINUED_TOKENS": "bad_continuations_are_refused",
+    "LEAVES_CALLS_IN_TEXT": "calls_are_parsed_or_refused",
+    "STOPS_AFTER_CALLS": "calls_are_parsed_or_refused",
+    "DROPS_STREAMED_CALLS": "calls_are_parsed_or_refused",
+    "CALLS_UNOFFERED": "calls_are_parsed_or_refused",
+    "ENDS_TURNS_TWICE": "tool_results_continue_calls_or_are_refused",
+}
 
-class Fault(StrEnum):
-    NONE = "none"
-    ACCEPTS_OLDER = "accepts_older"
-    ACCEPTS_ANY_LAYOUT = "accepts_any_layout"
-    IGNORES_DIGEST = "ignores_digest"
-    IGNORES_WEIGHTS = "ignores_weights"
-    SERVES_STAGED = "serves_staged"
-    LOWER_GENERATION = "lower_generation"
-    REPREPARES = "reprepares"
-    ONE_SPAN = "one_span"
-    NEWEST_SPAN = "newest_span"
-    SHORT_SPANS = "short_spans"
-    POSITIVE_LOGPROBS = "positive_logprobs"
-    RAW_LOGPROBS = "raw_logprobs"
-    IGNORES_SEED = "ignores_seed"
-    NOISE_BY_BATCH = "noise_by_batch"
-    STREAM_DIFFERS = "stream_differs"
-    STREAMS_STOP_STRING = "streams_stop_string"
-    RETOKENIZES = "retokenizes"
-    DROPS_UNKNOWN_FIELDS = "drops_unknown_fields"
-    CLAMPS_TOP_K = "clamps_top_k"
-    FAILS_AT_LARGE_TOP_K = "fails_at_large_top_k"
-    TRUNCATES_PROMPT = "truncates_prompt"
-    COUNTS_NOTHING = "counts_nothing"
-    PULLS_WITHOUT_TOKEN = "pulls_without_token"
-    PULLS_FROM_FIRST_ONLY = "pulls_from_first_only"
-    PULLS_FIRST_SHARD = "pulls_first_shard"
-    PULLS_WRONG_BYTES = "pulls_wrong_bytes"
-    SERVES_HALF_A_PULL = "serves_half_a_pull"
-    PULLS_ELSEWHERE = "pulls_elsewhere"
-    COMMITS_ON_ABORT = "commits_on_abort"
-    LEAVES_FOR_ANY_JOIN = "leaves_for_any_join"
-    IGNORES_DRAIN = "ignores_drain"
-    NEVER_FREES = "never_frees"
-    SPELLS_TOKENS = "spells_tokens"
-    OPENS_TEMPLATE = "opens_template"
-    REFUSES_DEFAULTS = "refuses_defaults"
-    FORGETS_PREFIX = "forgets_prefix"
-    REPEATS_PREFIX = "repeats_prefix"
-    RESTARTS_NOISE = "restarts_noise"
-    RENUMBERS_SAMPLES = "renumbers_samples"
-    COUNTS_LIMIT_ANEW = "counts_limit_anew"
-    STOPS_IN_NEW_TEXT_ONLY = "stops_in_new_text_only"
-    TAKES_ENDED_PREFIX = "takes_ended_prefix"
-    WRAPS_UNKNOWN_PREFIX = "wraps_unknown_prefix"
-    IGNORES_INTERVAL = "ignores_interval"
-    REINTERPRETS = "reinterprets"
-    HEEDS_EOS = "heeds_eos"
-    FORGETS_ROUTING = "forgets_routing"
-    SHIFTS_PROMPT_LOGPROBS = "shifts_prompt_logprobs"
-    SCORES_AT_ONE = "scores_at_one"
-    DROPS_TOOLS = "drops_tools"
-    DROPS_TOOL_RESULTS = "drops_tool_results"
-    ANSWERS_FREELY = "answers_freely"
-    RAW_TOP_LOGPROBS = "raw_top_logprobs"
-    IGNORES_MIN_P = "ignores_min_p"
-    IGNORES_POLICY_LOGPROBS = "ignores_policy_logprobs"
-    KEEPS_EVERY_TOKEN = "keeps_every_token"
-    IGNORES_BIAS = "ignores_bias"
-    COUNTS_NO_REPEATS = "counts_no_repeats"
-    WANTS_WHOLE_NAME = "wants_whole_name"
-    IGNORES_TEXT = "ignores_text"
-    RENDERS_ANEW = "renders_anew"
-    FORGETS_END_OF_TURN = "forgets_end_of_turn"
-    SAMPLES_AFTER_KNOWN = "samples_after_known"
-    TAKES_HALF_A_CONTINUATION = "takes_half_a_continuation"
-    WRAPS_CONTINUED_TOKENS = "wraps_continued_tokens"
-    LEAVES_CALLS_IN_TEXT = "leaves_calls_in_text"
-    STOPS_AFTER_CALLS = "stops_after_calls"
-    DROPS_STREAMED_CALLS = "drops_streamed_calls"
-    CALLS_UNOFFERED = "calls_unoffered"
-    ENDS_TURNS_TWICE = "ends_turns_twice"
+Fault = StrEnum("Fault", ["NONE", *CAUGHT_BY])

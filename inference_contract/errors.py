@@ -51,7 +51,6 @@ class ContractError(Exception):
         self.known = dict(known)
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the JSON body for this error."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error | ({"known": self.known} if self.known else {})}

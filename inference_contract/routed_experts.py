@@ -47,12 +47,10 @@ class RoutedExperts(Wire):
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that have expert indices here."""
         return self.shape[0]
 
     @property
     def content(self) -> bytes:
-        """The expert indices as bytes."""
         return b64decode(self.data, validate=True)
 
     def is_like(self, other: RoutedExperts) -> bool:
@@ -61,7 +59,6 @@ class RoutedExperts(Wire):
 
     @classmethod
     def of(cls, dtype: Literal["uint8", "uint16"], shape: tuple[int, int, int], content: bytes) -> Self:
-        """Encode raw bytes for the wire."""
         return cls.model_construct(dtype=dtype, shape=shape, data=b64encode(content).decode())
 
     @classmethod

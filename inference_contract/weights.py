@@ -110,7 +110,6 @@ class DType(StrEnum):
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
         return _ITEM_BYTES[self]
 
 

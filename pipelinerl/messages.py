@@ -86,7 +86,6 @@ class NoSignalGroups(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        """The number of all groups without signal."""
         return self.right + self.wrong + self.other + self.refused
 
 

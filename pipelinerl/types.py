@@ -249,7 +249,6 @@ class Turn:
 
     @property
     def reward(self) -> float:
-        """The environment's reward for this turn."""
         return self.note.reward
 
     @property
@@ -332,12 +331,10 @@ class Rollout:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that sampled a token of this rollout."""
         return min(span.model_version for turn in self.turns for span in turn.spans)
 
     @property
     def newest_version(self) -> int:
-        """The newest version that sampled a token of this rollout."""
         return max(span.model_version for turn in self.turns for span in turn.spans)
 
     @property
@@ -349,7 +346,6 @@ class Rollout:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """The number of tokens that the model sampled."""
         return sum(int(turn.token_ids.shape[0]) for turn in self.turns)
 
     @property
@@ -381,7 +377,6 @@ class RolloutGroup:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that sampled a token of this group."""
         return min(rollout.oldest_version for rollout in self.rollouts)
 
     @property

@@ -144,7 +144,6 @@ class Reference:
         return ids
 
     def first_other(self, expected: list[int], got: list[int]) -> str:
-        """Name the first token in which two prompts differ."""
         different = (i for i, (one, two) in enumerate(zip(expected, got, strict=False)) if one != two)
         at = next(different, min(len(expected), len(got)))
         one, two = (
@@ -154,7 +153,6 @@ class Reference:
         return f"token {at} must be {one}, got {two}"
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Compute with these weights from now on."""
         self._coarse.clear()
         with torch.no_grad():
             for name, values in weights.items():
@@ -193,7 +191,6 @@ class Reference:
         return Difference(typical(residual), worst, residual.numel(), allowed)
 
     def _rounded(self, precision: str) -> Any:
-        """Return a copy of the model that computes in this precision."""
         if precision in self._coarse:
             return self._coarse[precision]
         model = self._coarse[precision] = copy.deepcopy(self.model)

@@ -10,15 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 import httpx
 
 from inference_contract import routes
 from inference_contract.schemas import ChatCompletion, ChatCompletionChunk, Health, ModelCard, ModelList
-
-if TYPE_CHECKING:
-    from inference_contract.conformance.trainer import KitTrainer
 
 #: The default conversation of the checks; any chat model can answer it.
 MESSAGES: Final = [{"role": "user", "content": "1 + 2 = "}]
@@ -44,7 +41,7 @@ class Expected:
 
 
 class Session:
-    """One run of the kit against one engine; the first weight check creates `peer`, rank 0 of the process group."""
+    """One run of the kit against one engine; the first weight check creates `peer`, its `KitTrainer`."""
 
     def __init__(
         self, url: str, *, token: str | None, timeout_s: float, host: str, expected: Expected | None = None
@@ -55,7 +52,7 @@ class Session:
         self.token = token
         self.timeout_s = timeout_s
         self.host = host
-        self.peer: KitTrainer | None = None
+        self.peer: Any = None
         self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout_s, trust_env=False)
 
     def __enter__(self) -> Self:
@@ -80,11 +77,9 @@ class Session:
         return self._client.get(path, headers={"authorization": "Bearer wrong"})
 
     def health(self) -> Health:
-        """Return GET /health, which must succeed."""
         return Health.model_validate(succeeded(self.get(routes.HEALTH)))
 
     def card(self) -> ModelCard:
-        """Return the only model of GET /v1/models."""
         models = ModelList.model_validate(succeeded(self.get(routes.MODELS)))
         assert len(models.data) == 1, f"/v1/models must list the one model served, it lists {len(models.data)}"
         return models.data[0]
@@ -114,7 +109,6 @@ class Session:
         return choice.token_ids, choice.token_logprobs
 
     def generated_tokens(self) -> float:
-        """Return generated_tokens_total of GET /metrics."""
         value = self._metric("generated_tokens_total")
         assert value is not None, "/metrics must have a sample whose name ends in 'generated_tokens_total'"
         return value

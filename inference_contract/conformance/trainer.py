@@ -84,11 +84,9 @@ class KitTrainer:
         self.version = card.model_version
 
     def close(self) -> None:
-        """Leave the group and close its rendezvous store."""
         self._group = self._store = None
 
     def join_request(self, generation: int, **fields: Any) -> dict[str, Any]:
-        """Return the body of POST /init_process_group."""
         return {
             "group": _GROUP,
             "backend": "gloo",
@@ -120,7 +118,6 @@ class KitTrainer:
             return answer.result()
 
     def formed(self) -> None:
-        """Form a group unless one exists."""
         if self._group is None:
             succeeded(self.form())
 
@@ -163,16 +160,13 @@ class KitTrainer:
             self._group.broadcast([data[start:end]], options).wait(options.timeout)
 
     def next_version(self) -> int:
-        """Return an unused version."""
         self.version += 1
         return self.version
 
     def weights(self, tag: int) -> torch.Tensor:
-        """Return the bytes of the weights number `tag` in the engine's layout."""
         return weights(self.layout, tag)
 
     def digest(self, tag: int) -> str:
-        """Return the digest of `weights(tag)`."""
         return digest(self.weights(tag))
 
     def publish(self, data: int | torch.Tensor) -> int:

@@ -91,49 +91,25 @@ class EngineOptions:
                 f"{allowed}; lower slots or context_length"
             )
 
-    def check_one_device(self, engine: str) -> None:
-        """Raise `ModelError` if several devices are to share the model, which `engine` does not support."""
-        if self.devices != 1:
-            raise ModelError(f"{engine} runs its model on one device, got engine.devices={self.devices}; set it to 1")
-
-    def check_no_options(self, engine: str) -> None:
-        """Raise `ModelError` if there are library options, which `engine` does not support."""
-        if self.options:
-            raise ModelError(f"{engine} has no options, got engine.options {', '.join(self.options)}; remove them")
-
-    def check_receives_where_it_is(self, engine: str) -> None:
-        """Raise `ModelError` if another process is to receive the weights; `engine` does not support that setting."""
-        if self.receiver is not Receiver.IN_PROCESS:
-            raise ModelError(
-                f"{engine} receives weights in its own way, got engine.receiver={self.receiver}; leave it out"
-            )
-
-    def check_native_weights(self, engine: str) -> None:
-        """Raise `ModelError` if linear layers are to be quantised, which `engine` does not support."""
-        if self.weights is not WeightFormat.NATIVE:
-            raise ModelError(
-                f"{engine} serves native weights only, got engine.weights={self.weights}; leave it out, or use "
-                "engine.type torch"
-            )
-
-    def check_head_of_the_model(self, engine: str) -> None:
-        """Raise `ModelError` if the output layer must be fp32 but `engine` would compute it in another dtype."""
-        if self.head_precision is HeadPrecision.FP32 and self.dtype is not WeightDType.FLOAT32:
-            raise ModelError(
-                f"{engine} computes the output layer in the model's dtype, {self.dtype}; set "
-                "model.head_precision=model, which also applies to the trainer, or engine.dtype=float32"
-            )
-
-    def check_fast_kernels(self, engine: str) -> None:
-        """Raise `ModelError` if `kernels` must be batch-invariant, which `engine` does not support."""
-        if self.kernels is Kernels.BATCH_INVARIANT:
-            raise ModelError(
-                f"{engine} has no batch-invariant kernels; use engine.type torch on a CPU, or leave out model.kernels"
-            )
-
-    def check_no_memory_share(self, engine: str) -> None:
-        """Raise `ModelError` if `memory_share` is set, since the engine type `engine` uses no GPU memory."""
-        if self.memory_share is not None:
-            raise ModelError(
-                f"{engine} uses no GPU memory, got engine.memory_share={self.memory_share:g}; leave it out"
-            )
+    def refuse(self, engine: str, *fields: str) -> None:
+        """Raise `ModelError` if one of the `fields` has a value that `engine` does not support."""
+        problems = {
+            "devices": (self.devices != 1)
+            and f"runs its model on one device, got engine.devices={self.devices}; set it to 1",
+            "options": self.options and f"has no options, got engine.options {', '.join(self.options)}; remove them",
+            "receiver": self.receiver is not Receiver.IN_PROCESS
+            and f"receives weights in its own way, got engine.receiver={self.receiver}; leave it out",
+            "weights": self.weights is not WeightFormat.NATIVE
+            and f"serves native weights only, got engine.weights={self.weights}; leave it out, or use engine.type "
+            "torch",
+            "head_precision": (self.head_precision is HeadPrecision.FP32 and self.dtype is not WeightDType.FLOAT32)
+            and f"computes the output layer in the model's dtype, {self.dtype}; set model.head_precision=model, which "
+            "also applies to the trainer, or engine.dtype=float32",
+            "kernels": self.kernels is Kernels.BATCH_INVARIANT
+            and "has no batch-invariant kernels; use engine.type torch on a CPU, or leave out model.kernels",
+            "memory_share": self.memory_share is not None
+            and f"uses no GPU memory, got engine.memory_share={self.memory_share:g}; leave it out",
+        }
+        for name in fields:
+            if problems[name]:
+                raise ModelError(f"{engine} {problems[name]}")

@@ -85,13 +85,13 @@ def find_style(render: Render, ends: Collection[str]) -> CallStyle | None:
         for ids_name_functions, arguments_are_text in itertools.product((False, True), repeat=2):
             style = CallStyle(FORMATS[0], arguments_are_text, ids_name_functions)
             answer = _written(style, _NAME, arguments, render, ends)
-            form = (
-                None
-                if answer is None
-                else next((each for each in FORMATS if _parses_back(each, *answer, arguments)), None)
-            )
-            if form is not None:
-                return replace(style, form=form)
+            if answer is None:
+                continue
+            text, opening = answer
+            for form in FORMATS:
+                calls = [each.function for each in parsed(text, form, [_TOOL], key=b"", opened_by=opening).calls]
+                if [(each.name, json.loads(each.arguments)) for each in calls] == [(_NAME, arguments)]:
+                    return replace(style, form=form)
     return None
 
 
@@ -106,11 +106,6 @@ def written_call(
     if answer is None:
         raise ModelError(f"the chat template cannot render a call of {name}; correct the template")
     return answer[0]
-
-
-def _parses_back(form: CallFormat, text: str, opening: str, arguments: Mapping[str, Any]) -> bool:
-    calls = parsed(text, form, [_TOOL], key=b"", opened_by=opening).calls
-    return [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [(_NAME, arguments)]
 
 
 def _written(

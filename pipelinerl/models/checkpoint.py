@@ -69,7 +69,13 @@ def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "token
         download = f"; get the hub's {path} by: hf download {path} --local-dir models/{path.name}"
         hub = download if found != "a file" and _HUB_NAME.fullmatch(str(path)) and not path.parent.exists() else ""
         raise ModelError(f"expected a model directory at {path}, found {found}; give the path of a local one{hub}")
-    _refuse_adapter(path)
+    adapter = path / "adapter_config.json"
+    if adapter.is_file():  # transformers would load it into a base model
+        base = json_object(adapter).get("base_model_name_or_path")
+        raise ModelError(
+            f"{path} holds a LoRA adapter{f' of {base}' if base else ''}; merge it into its model: peft's "
+            "AutoPeftModelForCausalLM.from_pretrained(…).merge_and_unload().save_pretrained(…) does it"
+        )
     weights = sorted(path.glob("*.safetensors"))
     if not weights and (pickled := sorted(path.glob("pytorch_model*.bin"))):
         raise ModelError(
@@ -89,17 +95,6 @@ def check_directory(path: Path, *, needs: Sequence[str] = ("config.json", "token
     if "config.json" in needs:
         text_config(path)
     weight_files(path)
-
-
-def _refuse_adapter(path: Path) -> None:
-    """Raise ModelError for a LoRA adapter, which transformers would load into a base model."""
-    adapter = path / "adapter_config.json"
-    if adapter.is_file():
-        base = json_object(adapter).get("base_model_name_or_path")
-        raise ModelError(
-            f"{path} holds a LoRA adapter{f' of {base}' if base else ''}; merge it into its model: peft's "
-            "AutoPeftModelForCausalLM.from_pretrained(…).merge_and_unload().save_pretrained(…) does it"
-        )
 
 
 def quantisation(path: Path) -> str | None:
@@ -172,7 +167,12 @@ def model_dtype(path: Path) -> WeightDType:
     try:
         table, text = json_object(path / "config.json"), text_config(path)
         named = [part.get(key) for part in (table, text) for key in ("dtype", "torch_dtype")]
-        name = next((str(each).removeprefix("torch.") for each in named if each), None) or _stored_dtype(path)
+        name = next((str(each).removeprefix("torch.") for each in named if each), "")
+        if not name:
+            sizes: Counter[str] = Counter()
+            for tensor in (tensor for file in weight_files(path) for tensor in stored_tensors(file).values()):
+                sizes[tensor.dtype] += tensor.size
+            name = max(sizes, key=lambda each: sizes[each], default="float32")
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {one_line(error)}; copy it again") from None
     try:
@@ -181,14 +181,6 @@ def model_dtype(path: Path) -> WeightDType:
         raise ModelError(
             f"{path} keeps its weights in {name:.40}; expected {', '.join(WeightDType)}: save the model in one of these"
         ) from None
-
-
-def _stored_dtype(path: Path) -> str:
-    sizes: Counter[str] = Counter()
-    for file in weight_files(path):
-        for tensor in stored_tensors(file).values():
-            sizes[tensor.dtype] += tensor.size
-    return max(sizes, key=lambda each: sizes[each], default="float32")
 
 
 def stored_tensors(file: Path) -> dict[str, StoredTensor]:

@@ -151,7 +151,9 @@ class ContentGuard:
         self._unknown = unknown
         self._closed_to_all = Spellings(spellings[index] for index in structural)
         self._closed_to_data = Spellings(self._control.values())
-        self._expected = lru_cache(maxsize=_SHAPES)(self._structure_of_shape)
+        self._expected = lru_cache(maxsize=_SHAPES)(
+            lambda shape: self._structure_of_rendering(Chat(**json.loads(shape)), None)
+        )
 
     def encode_chat(self, chat: Chat, *, begin: Begin | None = None, first_row: int = 0) -> list[int]:
         """Return token ids of the rendered conversation, with the opening of the assistant's turn.
@@ -183,7 +185,11 @@ class ContentGuard:
                 )
             return self._apart(text[start:], _after(start, data))
         # No text spells a control token, but a normalizer or the template may still turn a part of a text into one.
-        expected = self._structure_of_tail(chat, begin) if begin else self._expected(_shape(chat))
+        if begin:  # replace symbols in the data by letters, so that the data spells no structural token
+            plain = chat.rewritten(lambda it: _SYMBOL.sub("a", it.value) if it.role in _DATA_ROLES else it.value)
+            expected = self._structure_of_rendering(plain, begin)
+        else:
+            expected = self._expected(_shape(chat))
         if self._structure(ids) == expected:
             return ids
         symbols = [[at.start() for at in _SYMBOL.finditer(each.value)] for each in texts]
@@ -212,24 +218,13 @@ class ContentGuard:
         structural = self._structural
         return [index for index in ids if index in structural]
 
-    def _structure_of_shape(self, shape: str) -> list[int] | None:
+    def _structure_of_rendering(self, chat: Chat, begin: Begin | None) -> list[int] | None:
+        """Return the structural tokens of a rendering from the position `begin` on; None if it fails."""
         try:
-            text = self._render(Chat(**json.loads(shape)), True)
+            text = self._render(chat, True)
         except ModelError:
             return None
-        return self._structure(self._ids(text))
-
-    def _structure_of_tail(self, chat: Chat, begin: Begin) -> list[int] | None:
-        """Return the structural tokens that the template writes after the position `begin`; None if rendering fails.
-
-        Symbols in the data are first replaced by letters, so that the data spells no structural token.
-        """
-        plain = chat.rewritten(lambda each: _SYMBOL.sub("a", each.value) if each.role in _DATA_ROLES else each.value)
-        try:
-            text = self._render(plain, True)
-        except ModelError:
-            return None
-        return self._structure(self._ids(text[begin(text) :]))
+        return self._structure(self._ids(text[begin(text) if begin else 0 :]))
 
     def _places(
         self, chat: Chat, texts: Sequence[Text], starts: Sequence[Sequence[int]], text: str
@@ -283,7 +278,7 @@ class ContentGuard:
                 "a text that spells a control token of this model may not hold Unicode's private characters from "
                 f"U+{_NAMES:X} on; leave one of the two out"
             )
-        ids: list[int] = self._twin.encode("".join([*parts, text[done:]]), add_special_tokens=False).ids
+        ids: list[int] = self._renamed.encode("".join([*parts, text[done:]]), add_special_tokens=False).ids
         if self._structure(ids) != self._structure(written):
             raise ModelError(
                 "a text spells a control token of this model, and its tokenizer has no plain form for that; leave "
@@ -296,9 +291,26 @@ class ContentGuard:
         return {index: chr(_NAMES + row) for row, index in enumerate(self._control)}
 
     @cached_property
-    def _twin(self) -> Tokenizer:
-        """Copy the tokenizer with renamed control tokens, once, on first use; this may take a second."""
-        return _renamed(self._backend, {self._control[index]: name for index, name in self._names.items()})
+    def _renamed(self) -> Tokenizer:
+        """A copy of the tokenizer with renamed control tokens; made on first use, as it may take a second."""
+        from tokenizers import Tokenizer
+
+        names = {self._control[index]: name for index, name in self._names.items()}
+        made: dict[str, Any] = json.loads(self._backend.to_str())
+        for token in made["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        model = made["model"]
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {names.get(piece, piece): index for piece, index in model["vocab"].items()}
+        else:
+            model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+        if "merges" in model:
+            pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
+            model["merges"] = [pair for pair in pairs if names.keys().isdisjoint({*pair, "".join(pair)})]
+        if model.get("unk_token"):
+            model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+        made["post_processor"] = None  # a post-processor would add tokens around the text
+        return Tokenizer.from_str(json.dumps(made))
 
 
 def _after(start: int, places: frozenset[int]) -> frozenset[int]:
@@ -347,19 +359,14 @@ def _shape_of(name: str, value: Any) -> Any:
         return value
     if name == "tool_calls":
         return [
-            {"id": "a" * len(call["id"]), "type": call["type"], "function": _shape_of_call(call["function"])}
+            {"id": "a" * len(call["id"]), "type": call["type"], "function": {"name": "a", "arguments": arguments}}
             for call in value
+            for given in [call["function"]["arguments"]]
+            for arguments in ["a" if isinstance(given, str) else {"a": "a"} if given else {}]
         ]
     if name in _SPOKEN:
         return "a" if value.strip() else ""
     return "a" * len(value)
-
-
-def _shape_of_call(function: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = function["arguments"]
-    if isinstance(arguments, str):
-        return {"name": "a", "arguments": "a"}
-    return {"name": "a", "arguments": {"a": "a"} if arguments else {}}
 
 
 def _marked(content: str, places: Iterable[int], marks: Mapping[str, str]) -> str:
@@ -367,26 +374,6 @@ def _marked(content: str, places: Iterable[int], marks: Mapping[str, str]) -> st
     for at in places:
         letters[at] = marks[letters[at]]
     return "".join(letters)
-
-
-def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
-    from tokenizers import Tokenizer
-
-    made: dict[str, Any] = json.loads(backend.to_str())
-    for token in made["added_tokens"]:
-        token["content"] = names.get(token["content"], token["content"])
-    model = made["model"]
-    if isinstance(model["vocab"], dict):
-        model["vocab"] = {names.get(piece, piece): index for piece, index in model["vocab"].items()}
-    else:
-        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
-    if "merges" in model:
-        pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
-        model["merges"] = [pair for pair in pairs if names.keys().isdisjoint({*pair, "".join(pair)})]
-    if model.get("unk_token"):
-        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    made["post_processor"] = None  # a post-processor would add tokens around the text
-    return Tokenizer.from_str(json.dumps(made))
 
 
 #: Text that replaces an answer, to find the answer's position; no template or tokenizer changes letters and digits.
@@ -434,7 +421,8 @@ class ConversationTail:
         None if there is no tail. Raises ModelError like `ContentGuard.encode_chat`.
         """
         new = chat.turns[first_new:]
-        mark = _unused_mark(new)
+        said = "\n".join(each.value for each in Chat(turns=new).texts())
+        mark = next(mark for mark in (_MARK + "x" * more for more in count()) if mark not in said)
         answer = _with_mark(chat.turns[first_new - 1], mark)
         short = replace(chat, turns=[_ASKS, answer, *new])
         closing, before_end = self._closing(len(answer.get("tool_calls", ())))
@@ -504,15 +492,13 @@ def _with_mark(answer: Turn, mark: str) -> Turn:
     marked = {**answer, "content": mark}
     marked.pop("reasoning_content", None)
     if calls := answer.get("tool_calls"):
+        functions = [call["function"] for call in calls]
+        arguments = [mark if isinstance(function["arguments"], str) else {"a": mark} for function in functions]
         marked["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _marked_arguments(call["function"], mark)}}
-            for call in calls
+            {**call, "function": {**call["function"], "arguments": own}}
+            for call, own in zip(calls, arguments, strict=True)
         ]
     return marked
-
-
-def _marked_arguments(function: Mapping[str, Any], mark: str) -> Any:
-    return mark if isinstance(function["arguments"], str) else {"a": mark}
 
 
 def _answer(calls: int) -> Turn:
@@ -522,8 +508,3 @@ def _answer(calls: int) -> Turn:
     function = {"name": "f", "arguments": {"a": "b"}}
     listed = [{"id": f"call{number}", "type": "function", "function": function} for number in range(calls)]
     return {"role": "assistant", "content": "", "tool_calls": listed}
-
-
-def _unused_mark(turns: Sequence[Turn]) -> str:
-    text = "\n".join(each.value for each in Chat(turns=turns).texts())
-    return next(mark for mark in (_MARK + "x" * more for more in count()) if mark not in text)

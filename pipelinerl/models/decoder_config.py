@@ -72,7 +72,9 @@ class Rotary:
         if self.original_positions is None:
             return (plain / self.factor).astype(np.float32)
         if self.betas is not None:
-            fast, slow = (self._place_of(turns, head_dim) for turns in self.betas)
+            # The indices of the frequencies that turn so often within the original context.
+            turns = self.original_positions / (2 * math.pi * np.array(self.betas))
+            fast, slow = head_dim * np.log(turns) / (2 * math.log(self.theta))
             low, high = max(math.floor(fast), 0), min(math.ceil(slow), head_dim - 1)
             ramp = (np.arange(head_dim // 2) - low) / (high - low if high > low else 0.001)
             kept = 1 - np.clip(ramp, 0.0, 1.0)
@@ -82,11 +84,6 @@ class Rotary:
         turns = self.original_positions * plain / (2 * np.pi)
         kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
         return (plain * (kept + (1 - kept) / self.factor)).astype(np.float32)
-
-    def _place_of(self, turns: float, head_dim: int) -> float:
-        """Return the index of the frequency that turns so often within the original context."""
-        positions = self.original_positions or 1
-        return head_dim * math.log(positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +118,6 @@ class Parameter:
         return (self.name,) if self.layers is None else tuple(self.name_at(layer) for layer in range(self.layers))
 
     def name_at(self, layer: int) -> str:
-        """Return Hugging Face's name of the parameter in one layer."""
         return self.name.replace("*", str(layer))
 
 
@@ -298,18 +294,13 @@ def _rope_table(table: Mapping[str, Any], kind: str = "full_attention") -> Mappi
     rope = table.get("rope_parameters") or {}
     if kind in rope:
         rope = rope[kind] or {}
-    elif (not rope and kind == "full_attention") or not _has_two_kinds(table):
+    elif (not rope and kind == "full_attention") or table.get("model_type") not in _PATTERNS:
         rope = rope or table.get("rope_scaling") or {}
     theta = table.get("rope_theta", 1_000_000.0 if table.get("model_type") == _GEMMA else None)
     if kind == "sliding_attention" and table.get("model_type") == _GEMMA:
         theta = table.get("rope_local_base_freq", 10_000.0)
     given = {"rope_theta": theta, "partial_rotary_factor": table.get("partial_rotary_factor")}
     return {name: value for name, value in given.items() if value} | dict(rope)
-
-
-def _has_two_kinds(table: Mapping[str, Any]) -> bool:
-    """Return whether layers with a sliding window have a rotary embedding of their own, without scaling."""
-    return table.get("model_type") in _PATTERNS
 
 
 def _rotary(table: Mapping[str, Any], where: Path, kind_of_layer: str) -> Rotary:

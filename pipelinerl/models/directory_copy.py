@@ -51,15 +51,11 @@ def _files(model: Path) -> Iterator[Path]:
     # A snapshot in the Hugging Face cache consists of links to ../../blobs.
     allowed = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
     for source in [*sorted(model.iterdir()), *sorted((model / _TEMPLATES).glob("*.jinja"))]:
-        if not source.is_file() or not _is_kept(source):
+        is_replaced = source.name.startswith(".") or any(source.match(pattern) for pattern in _REPLACED)
+        is_known = source.suffix in _SUFFIXES or source.name.startswith("tokenizer.model.")
+        if is_replaced or not is_known or not source.is_file():
             continue
         if source.name in _READ or any(source.resolve().is_relative_to(each) for each in allowed):
             yield source
         else:
             log.warning("%s is a link to outside the model directory, so checkpoints do not contain it", source)
-
-
-def _is_kept(file: Path) -> bool:
-    if file.name.startswith(".") or any(file.match(pattern) for pattern in _REPLACED):
-        return False
-    return file.suffix in _SUFFIXES or file.name.startswith("tokenizer.model.")

@@ -105,18 +105,23 @@ class ModelShape:
 
     @property
     def count(self) -> int:
-        """The number of parameters."""
         return sum(map(math.prod, self.parameters.values()))
 
     @property
     def largest(self) -> int:
-        """The number of parameters of the largest tensor."""
         return max(map(math.prod, self.parameters.values()))
 
     @property
     def linear(self) -> Mapping[str, tuple[int, ...]]:
         """The weight matrices inside the layers, as shapes by name."""
-        return {name: shape for name, shape in self.parameters.items() if len(shape) == 2 and _is_inner(name)}
+        return {
+            name: shape
+            for name, shape in self.parameters.items()
+            if len(shape) == 2
+            and name.endswith(".weight")
+            and not _LAYERS.isdisjoint(name.split("."))
+            and _module(name) not in _EMBEDDINGS
+        }
 
     @property
     def experts(self) -> int:
@@ -167,6 +172,13 @@ def read_shape(path: Path) -> ModelShape:
         parameters = _parameters(path, tied=bool(table.get("tie_word_embeddings", "n_embd" in text)))
         layers = _first(text, *_DEPTHS, default=len(text.get("layers_block_type") or ()) or None)
         head_dim = int(text.get("head_dim") or hidden // heads)
+        # The width of the MLP for one token; in a mixture of experts, summed over the active experts.
+        expert, chosen = _widest(text.get("moe_intermediate_size")), _chosen_experts(text)
+        if expert and chosen:
+            width = int(expert) * int(chosen) + int(text.get("shared_expert_intermediate_size") or 0)
+        else:
+            dense = _widest(text.get("intermediate_size")) or text.get("n_inner") or 4 * hidden
+            width = int(dense) * int(chosen or 1)
         shape = ModelShape(
             parameters=parameters,
             dtype=model_dtype(path),
@@ -176,7 +188,7 @@ def read_shape(path: Path) -> ModelShape:
             heads=heads,
             kv_heads=int(text.get("num_key_value_heads") or heads),
             head_dim=head_dim,
-            intermediate=_mlp_width(text, hidden),
+            intermediate=width,
             cache=_cache_sizes(parameters, text, layers=layers, queries=heads * head_dim),
         )
     except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
@@ -210,7 +222,11 @@ def _cache_sizes(
     for module, own in modules.items():
         convolutions += sum(shape[0] * shape[2] for shape in own.values() if len(shape) == 3 and shape[1] == 1)
         if "dt_bias" in own or "A_log" in own:
-            recurrent += _recurrent(own, text)
+            decay, nested = own.get("A_log", ()), text.get("linear_attn_config") or {}
+            inner = own["v_proj"][0] if "v_proj" in own else own.get("out_proj", own.get("o_proj", (0, 0)))[1]
+            named = {"linear_head_dim": nested.get("head_dim"), **text}
+            # Mamba has one decay for each number of the state; else its size is the inner width times the state's.
+            recurrent += math.prod(decay) if len(decay) == 2 else inner * _first(named, *_STATES)
         elif (place := _IN_LAYER.match(f"{module}.")) is not None and (number := int(place[1])) < shared:
             keys = _keys_and_values(own, queries)
             token, in_window = (token, in_window + keys) if windows[number] else (token + keys, in_window)
@@ -231,16 +247,6 @@ def _windows(text: Mapping[str, Any], layers: int) -> list[bool]:
     return [str(kind).endswith("sliding_attention") for kind in kinds]
 
 
-def _recurrent(own: Mapping[str, tuple[int, ...]], text: Mapping[str, Any]) -> int:
-    """Return the numbers in the state of a module: its inner width times the state's size."""
-    decay = own.get("A_log", ())
-    if len(decay) == 2:  # Mamba: one decay for each number
-        return math.prod(decay)
-    inner = own["v_proj"][0] if "v_proj" in own else own.get("out_proj", own.get("o_proj", (0, 0)))[1]
-    nested = text.get("linear_attn_config") or {}
-    return inner * _first({"linear_head_dim": nested.get("head_dim"), **text}, *_STATES)
-
-
 def _keys_and_values(own: Mapping[str, tuple[int, ...]], queries: int) -> int:
     """Return the numbers that an attention module keeps for a token, 0 for other modules."""
     latent, both = own.get("kv_a_proj_with_mqa"), own.get("kv_proj")
@@ -251,14 +257,6 @@ def _keys_and_values(own: Mapping[str, tuple[int, ...]], queries: int) -> int:
         return keys[0] + (sum(values) or keys[0])
     merged = next((own[name] for name in _MERGED if name in own), None)
     return max(merged) - queries if merged else 0
-
-
-def _mlp_width(text: Mapping[str, Any], hidden: int) -> int:
-    """Return the width of the MLP for one token; in a mixture of experts, summed over the active experts."""
-    one, count = _widest(text.get("moe_intermediate_size")), _chosen_experts(text)
-    if one and count:
-        return int(one) * int(count) + int(text.get("shared_expert_intermediate_size") or 0)
-    return int(_widest(text.get("intermediate_size")) or text.get("n_inner") or 4 * hidden) * int(count or 1)
 
 
 def _widest(size: Any) -> Any:
@@ -281,10 +279,6 @@ def _first(table: Mapping[str, Any], *names: str, default: int | None = None) ->
 
 def _module(name: str) -> str:
     return name.split(".")[-2]
-
-
-def _is_inner(name: str) -> bool:
-    return name.endswith(".weight") and not _LAYERS.isdisjoint(name.split(".")) and _module(name) not in _EMBEDDINGS
 
 
 #: Model types whose routing the torch engine records and the torch trainer replays (`torch_routers`).

@@ -158,19 +158,15 @@ class ChatTokenizer:
         if self.call_style is None:
             return ParsedAnswer(text)
         opened = opened_by(self.decode(prompt_token_ids[-_OPENING_TOKENS:]))
-        return parsed(text, self.call_style.form, tools, key=key, opened_by=opened, openings=self._openings)
+        openings = openings_in(self._template_source)
+        return parsed(text, self.call_style.form, tools, key=key, opened_by=opened, openings=openings)
 
     def written_call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Return a call as the model would write it as its answer. Raises UnshownFieldError, as `check_calls` does."""
         return written_call(self.check_calls(), name, arguments, self._render, self._ends.values())
 
     @cached_property
-    def _openings(self) -> tuple[str, ...]:
-        return openings_in(self._template_source)
-
-    @cached_property
     def _ends(self) -> Mapping[int, str]:
-        """The spelling of each token that ends a sample, by id."""
         decoded = {index: self._tokenizer.backend_tokenizer.id_to_token(index) for index in self.eos_token_ids}
         return {index: text for index, text in decoded.items() if text}
 
@@ -262,7 +258,9 @@ class ChatTokenizer:
         from jinja2 import TemplateError
 
         tokenizer, template_kwargs, tools = self._tokenizer, chat.also, list(chat.tools) or None
-        if template_kwargs and (taken := sorted(template_kwargs.keys() & self._not_for_templates)):
+        signature = inspect.signature(self._whole.apply_chat_template) if template_kwargs else None
+        own = {*signature.parameters, *self._whole.special_tokens_map, "messages"} if signature else set()
+        if taken := sorted(template_kwargs.keys() & own):
             raise TemplateNameError(
                 f"chat_template_kwargs must not set {', '.join(taken)}, which the engine decides; remove it"
             )
@@ -284,11 +282,6 @@ class ChatTokenizer:
             ) from error
         return str(whole)
 
-    @cached_property
-    def _not_for_templates(self) -> frozenset[str]:
-        signature = inspect.signature(self._whole.apply_chat_template)
-        return frozenset({*signature.parameters, *self._whole.special_tokens_map, "messages"})
-
     @property
     def _whole(self) -> PreTrainedTokenizerFast:
         return self._tokenizer.whole if isinstance(self._tokenizer, PlainTokenizer) else self._tokenizer
@@ -307,7 +300,6 @@ class ChatTokenizer:
         return _byte_reader(self._tokenizer.backend_tokenizer, self.decode)
 
     def detokenizer(self) -> IncrementalDetokenizer:
-        """Return a fresh detokenizer for one sample."""
         return IncrementalDetokenizer(self.decode)
 
     def save(self, path: Path) -> None:
@@ -335,22 +327,16 @@ def decoder_of(path: Path) -> Callable[[Sequence[int]], str]:
 
 def _read(path: Path) -> PreTrainedTokenizerFast | PlainTokenizer:
     """Read the tokenizer of `path`, without importing transformers where possible; raises transformers' errors."""
+    is_plain = entry_of(path / "tokenizer_config.json", "tokenizer_class") in _PLAIN_CLASSES
+    is_plain = is_plain and entry_of(path / "config.json", "model_type") in _TAKEN_AT_THEIR_WORD
 
     def read_whole() -> PreTrainedTokenizerFast:
-        return _reader(path).from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        import transformers
 
-    return (read_plain(path, read_whole) if _is_plain(path) else None) or read_whole()
+        reader: Any = transformers.PreTrainedTokenizerFast if is_plain else transformers.AutoTokenizer
+        return reader.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
 
-
-def _is_plain(path: Path) -> bool:
-    plain = entry_of(path / "tokenizer_config.json", "tokenizer_class") in _PLAIN_CLASSES
-    return plain and entry_of(path / "config.json", "model_type") in _TAKEN_AT_THEIR_WORD
-
-
-def _reader(path: Path) -> Any:
-    import transformers
-
-    return transformers.PreTrainedTokenizerFast if _is_plain(path) else transformers.AutoTokenizer
+    return (read_plain(path, read_whole) if is_plain else None) or read_whole()
 
 
 def entry_of(file: Path, name: str) -> Any:
@@ -398,8 +384,9 @@ def _byte_reader(backend: Tokenizer, decode: Callable[[Sequence[int]], str]) -> 
             return decode([token_id]).encode()
         for step in steps:
             match step["type"]:
-                case "ByteLevel":
-                    return _of_byte_level(piece)
+                case "ByteLevel":  # an added token may be no text of byte-level characters
+                    table = _byte_of_char()
+                    return bytes(map(table.__getitem__, piece)) if table.keys() >= set(piece) else piece.encode()
                 case "ByteFallback" if (byte := _BYTE.fullmatch(piece)) is not None:
                     return bytes.fromhex(byte[1])
                 case "Replace":
@@ -429,13 +416,6 @@ def _byte_of_char() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
-
-
-def _of_byte_level(piece: str) -> bytes:
-    table = _byte_of_char()
-    if all(char in table for char in piece):
-        return bytes(table[char] for char in piece)
-    return piece.encode()  # an added token that is no text of byte-level characters
 
 
 # --- without transformers ---------------------------------------------------------------------------------------------
@@ -487,7 +467,6 @@ class PlainTokenizer:
         self._read_whole = read_whole
 
     def __len__(self) -> int:
-        """Return the number of tokens, including added ones."""
         return int(self.backend_tokenizer.get_vocab_size())
 
     @cached_property
@@ -508,7 +487,7 @@ class PlainTokenizer:
         if not has_texts or self.chat_template is None or _OF_ITS_OWN.search(self.chat_template):
             return None
         try:
-            return self._template.render(
+            return compiled(self.chat_template).render(
                 messages=[{key: _plain(value) for key, value in turn.items()} for turn in turns],
                 tools=tools,
                 documents=None,
@@ -518,12 +497,7 @@ class PlainTokenizer:
         except (TemplateError, *FAILURES):
             return None
 
-    @cached_property
-    def _template(self) -> Template:
-        return compiled(str(self.chat_template))
-
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of `token_ids`, including special tokens."""
         return str(self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 
@@ -556,6 +530,7 @@ def read_plain(path: Path, read_whole: Callable[[], Any]) -> PlainTokenizer | No
     return PlainTokenizer(backend, path=path, chat_template=template, named=named, read_whole=read_whole)
 
 
+@cache
 def compiled(template: str) -> Template:
     """Compile a template like transformers (`utils/chat_template_utils.py`), but without transformers' extensions."""
     from jinja2 import TemplateError, ext

@@ -10,7 +10,7 @@ Supported are routers that choose the k likeliest experts of a softmax over all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -51,22 +51,23 @@ class TorchRouteLog:
         self.prefilled: list[Experts] = []
         """The choices of the last prefill [tokens, layers, top_k], one array per prompt."""
         self._chosen: list[Tensor] = []
+
+        def recording(forward: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+            def record(hidden: Tensor) -> Any:
+                routed = forward(hidden)
+                if self.is_on:
+                    self._chosen.append(routed[2])
+                return routed
+
+            return record
+
         for router in routers_of(model):
-            router.forward = self._recording(router.forward)
+            router.forward = recording(router.forward)
 
     def take(self) -> Experts:
         """Return the choices of the last forward pass, [tokens of all prompts, layers, top_k], and clear the log."""
         chosen, self._chosen = torch.stack(self._chosen, dim=1), []
         return chosen.to(torch.int32).cpu().numpy().astype(self.shape.dtype)
-
-    def _recording(self, forward: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        def record(hidden: Tensor) -> Any:
-            routed = forward(hidden)
-            if self.is_on:
-                self._chosen.append(routed[2])
-            return routed
-
-        return record
 
 
 class ReplayedRouters:
@@ -89,15 +90,11 @@ class ReplayedRouters:
         def replay(hidden: Tensor) -> Any:
             if self._replayed is None:
                 return forward(hidden)
-            return _weighed(router, hidden, self._replayed[:, layer].long())
+            experts = self._replayed[:, layer].long()
+            logits = linear(hidden.reshape(-1, router.hidden_dim), router.weight)  # [K, experts]
+            weights = logits.float().softmax(dim=-1).gather(-1, experts)  # [K, top_k]
+            if getattr(router, "norm_topk_prob", True):  # Mixtral lacks this setting and always normalises
+                weights = weights / weights.sum(dim=-1, keepdim=True)
+            return logits, weights.to(logits.dtype) if _ROUNDS[type(router).__name__] else weights, experts
 
         return replay
-
-
-def _weighed(router: Any, hidden: Tensor, experts: Tensor) -> Sequence[Tensor]:
-    """Return a router's result for K tokens with given experts: logits [K, experts], weights [K, top_k], `experts`."""
-    logits = linear(hidden.reshape(-1, router.hidden_dim), router.weight)
-    weights = logits.float().softmax(dim=-1).gather(-1, experts)
-    if getattr(router, "norm_topk_prob", True):  # Mixtral lacks this setting and always normalises
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return logits, weights.to(logits.dtype) if _ROUNDS[type(router).__name__] else weights, experts

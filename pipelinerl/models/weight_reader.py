@@ -104,10 +104,6 @@ class ConversionTable:
         made: dict[str, Any] = converter.convert(name, model=self.model, config=self.model.config)
         return {target: each[0] if isinstance(each, list) else each for target, each in made.items()}
 
-    def reverse_of(self, part: StoredPart) -> Any:
-        """Return the reverse of the converter of a part."""
-        return self.converters[str(part.pattern)].reverse_transform()
-
     def names_before(self, key: str) -> tuple[str, ...]:
         """Return the names that a stored tensor may have when its converter gets it: with and without the prefix."""
         from transformers.core_model_loading import apply_renamings

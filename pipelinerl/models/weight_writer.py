@@ -106,7 +106,10 @@ class WeightWriter:
                 made[key] = self._cast(key, _buffer(values_of_key))
         for key, (source, stored) in self._files.items():
             if key not in made:
-                made[key] = (stored.dtype, stored.shape, _stored_bytes(source, stored))
+                data = np.empty(0, np.uint8)
+                if stored.size:
+                    data = np.memmap(source, np.uint8, "r", offset=stored.start, shape=(stored.size,))
+                made[key] = (stored.dtype, stored.shape, data)
         write_tensors(file, made)
 
     def _cast(self, key: str, buffer: _Buffer) -> _Buffer:
@@ -150,7 +153,11 @@ def _undone(
 ) -> tuple[dict[str, str], list[_Conversion]]:
     """Return, for each stored tensor that only gets another name, its parameter; and the other conversions."""
     table = ConversionTable.of(model)
-    aliases = _aliases(model, layout)
+    # Map each name of a parameter to its name in the layout, which has shared parameters once. transformers does not
+    # tie parameters that are stored twice with different values; then the layout has both.
+    state = model.state_dict(keep_vars=True)
+    shared = {id(state[name]): name for name in layout if name in state}
+    aliases = {name: name if name in layout else shared[id(each)] for name, each in state.items() if id(each) in shared}
     named: dict[str, str] = {}
     conversions = []
     for name, parts in table.stored_parts(path).items():
@@ -166,14 +173,6 @@ def _undone(
     return named, conversions
 
 
-def _aliases(model: PreTrainedModel, layout: Mapping[str, ParameterInfo]) -> dict[str, str]:
-    """Map each name of a parameter to its name in the layout, which has shared parameters once."""
-    state = model.state_dict(keep_vars=True)
-    shared = {id(state[name]): name for name in layout if name in state}
-    # transformers does not tie parameters that are stored twice with different values; then the layout has both.
-    return {name: name if name in layout else shared[id(each)] for name, each in state.items() if id(each) in shared}
-
-
 def _conversion(
     model: PreTrainedModel, table: ConversionTable, name: str, parts: Sequence[StoredPart]
 ) -> _Conversion | None:
@@ -182,7 +181,7 @@ def _conversion(
 
     empty = {part.key: torch.empty(part.shape, device="meta") for part in parts}
     joined = table.converted(name, [(part, empty[part.key]) for part in parts])
-    undo = _Undo(model, table.reverse_of(parts[0]), tuple(joined))
+    undo = _Undo(model, table.converters[str(parts[0].pattern)].reverse_transform(), tuple(joined))
     try:
         shapes = {result: tuple(each.shape) for result, each in undo(joined).items()}
     except (RuntimeError, ValueError, KeyError, NotImplementedError):
@@ -222,9 +221,3 @@ def _tensor(info: ParameterInfo, data: NDArray[np.uint8]) -> Tensor:
 
 def _buffer(tensor: Tensor) -> _Buffer:
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), bytes_of(tensor)
-
-
-def _stored_bytes(file: Path, stored: StoredTensor) -> NDArray[np.uint8]:
-    if not stored.size:
-        return np.empty(0, np.uint8)
-    return np.memmap(file, np.uint8, "r", offset=stored.start, shape=(stored.size,))

@@ -23,7 +23,7 @@ from pipelinerl.config.recipe import RunConfig
 from pipelinerl.controller.client import AsyncControllerClient
 from pipelinerl.controller.routes import OFFER_S
 from pipelinerl.engines.http.server import create_app
-from pipelinerl.engines.weights.announced_updates import AnnouncedUpdates
+from pipelinerl.engines.weights.announced_updates import follow_announcements
 from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError, UserError
 from pipelinerl.roles.engine_rules import options_of
 from pipelinerl.roles.process import Identity, end, freeze_gc
@@ -120,7 +120,7 @@ async def _follow(identity: Identity, engine: Engine, url: str) -> None:
         try:
             stream = await identity.stream()
             try:
-                await AnnouncedUpdates(engine, stream, url=url).run()
+                await follow_announcements(engine, stream, url=url)
             finally:
                 await stream.close()
         except AddressError as error:

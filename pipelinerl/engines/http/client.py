@@ -70,7 +70,6 @@ class EngineClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections to engines."""
         if self._session is not None:
             await self._session.close()
 
@@ -99,11 +98,9 @@ class EngineClient:
             raise _unreachable(call, error, timeout_s) from error
 
     async def health(self, url: str) -> Health:
-        """GET /health."""
         return _validated(url + routes.HEALTH, Health, await self._polled(url, routes.HEALTH))
 
     async def models(self, url: str) -> ModelList:
-        """GET /v1/models."""
         return _validated(url + routes.MODELS, ModelList, await self._polled(url, routes.MODELS))
 
     async def metrics(self, url: str) -> dict[str, float]:
@@ -131,19 +128,15 @@ class EngineClient:
     async def _posted(
         self, url: str, path: str, schema: type[Answer], request: InitProcessGroupRequest | WeightUpdateRequest
     ) -> Answer:
-        url, body = url + path, self._encoded(request)
+        if request is not self._last[0]:  # encode a request once for all engines of a fleet
+            self._last = request, request.model_dump_json(exclude_none=True).encode()
+        url, body = url + path, self._last[1]
         content = await self._accepted("POST", url, body, request.timeout_s + _GRACE_S, attempts=2)
         known, same, answered = self._last_answer
         if known is not schema or same != content:  # equal answers of several engines are parsed only once
             answered = _validated(url, schema, content)
             self._last_answer = schema, content, answered
         return answered
-
-    def _encoded(self, request: InitProcessGroupRequest | WeightUpdateRequest) -> bytes:
-        """Encode a request once for all engines of a fleet."""
-        if request is not self._last[0]:
-            self._last = request, request.model_dump_json(exclude_none=True).encode()
-        return self._last[1]
 
     async def _accepted(
         self,

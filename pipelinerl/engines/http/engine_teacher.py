@@ -52,7 +52,6 @@ class EngineTeacher:
         return self._parsed(self._runner.run(self._answered(body))).prompt_token_ids or []
 
     def close(self) -> None:
-        """Close the connections."""
         # Use a new thread, because the caller's thread may already run an event loop.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(self._closed).result()

@@ -67,7 +67,6 @@ class OpenAIServer:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections to the server."""
         await self._client.close()
 
     async def sample(self, messages: tuple[Message, ...], sampling: Sampling, *, seed: int) -> TextAnswer:

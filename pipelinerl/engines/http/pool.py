@@ -72,7 +72,15 @@ class _Sample:
                 f"spans {spans}. Run `pipelinerl conformance engine URL` against it"
             )
         if routed and token_ids:
-            self._take_routing(part, len(token_ids), url=url)
+            came = part.routed_experts
+            like = self.routed[0] if self.routed else came
+            if came is None or like is None or came.num_tokens != len(token_ids) or not came.is_like(like):
+                raise EngineUnreachable(
+                    f"{url} must stream the routed experts of each new token, of one model, when return_routed_experts "
+                    f"is set; choice {part.index} came with {len(token_ids)} tokens and experts of shape "
+                    f"{came and came.shape}"
+                )
+            self.routed.append(came)
         self.token_ids += token_ids
         self.logprobs += logprobs
         for version, count in spans:
@@ -101,16 +109,6 @@ class _Sample:
             version_spans=self.spans,
             routed_experts=RoutedExperts.joined(self.routed) if self.routed else None,
         )
-
-    def _take_routing(self, part: ChunkChoice, num_tokens: int, *, url: str) -> None:
-        came = part.routed_experts
-        like = self.routed[0] if self.routed else came
-        if came is None or like is None or came.num_tokens != num_tokens or not came.is_like(like):
-            raise EngineUnreachable(
-                f"{url} must stream the routed experts of each new token, of one model, when return_routed_experts is "
-                f"set; choice {part.index} came with {num_tokens} tokens and experts of shape {came and came.shape}"
-            )
-        self.routed.append(came)
 
 
 class PartialAnswer:
@@ -141,7 +139,6 @@ class PartialAnswer:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens received."""
         return sum(len(sample.token_ids) for sample in self._samples.values())
 
     @property
@@ -151,7 +148,6 @@ class PartialAnswer:
 
     @property
     def is_whole(self) -> bool:
-        """True if every sample has ended."""
         return all(sample.finish_reason is not None for sample in self._samples.values())
 
     def rest(self) -> ChatCompletionRequest:
@@ -256,8 +252,8 @@ class LeastBusy:
         if serving == self._rank.keys() and others == self._speeds:
             return
         self._speeds = others
-        known = self._rank
-        self._rank = {url: known.get(url) or self._rank_of(url) for url in serving}
+        ties, known = self._ties, self._rank
+        self._rank = {url: known.get(url) or (rng.key(0, ties, url) if ties else 0, url) for url in serving}
         self._sweep()
 
     def add(self, url: str, tokens: int) -> None:
@@ -301,9 +297,6 @@ class LeastBusy:
         for entry in aside:
             heappush(self._heap, entry)
         return found
-
-    def _rank_of(self, url: str) -> tuple[int, str]:
-        return (rng.key(0, self._ties, url) if self._ties else 0), url
 
     def _sweep(self) -> None:
         self._heap = [(self._tokens[url], rank) for url, rank in self._rank.items() if url not in self._speeds]
@@ -515,7 +508,10 @@ class EnginePool:
         self._load.add(url, tokens)
         self._running.setdefault(url, set()).add(scope)
         try:
-            if await self._can_stream(url, request):
+            streams = bool(self._interval_s) and request.return_token_ids
+            if streams and url not in self._offers:
+                self._offers[url] = (await self._client.health(url)).continuation
+            if streams and self._offers[url] is not Continuation.NONE:
                 return await self._streamed(url, answer, begun, on_text)
             answer.forget()
             begun()
@@ -525,13 +521,6 @@ class EnginePool:
             self._load.add(url, -tokens)
         self._check_epoch(completion.epoch)
         return completion
-
-    async def _can_stream(self, url: str, request: ChatCompletionRequest) -> bool:
-        if not self._interval_s or not request.return_token_ids:
-            return False
-        if url not in self._offers:
-            self._offers[url] = (await self._client.health(url)).continuation
-        return self._offers[url] is not Continuation.NONE
 
     async def _streamed(
         self, url: str, answer: PartialAnswer, begun: Callable[[], None], on_text: Callable[[str], None] | None

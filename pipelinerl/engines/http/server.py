@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -54,13 +54,19 @@ def create_app(engine: Engine, *, token: str | None) -> Starlette:
         finally:
             await engine.close()
 
+    def metrics() -> str:
+        return prometheus_text(engine.metrics().model_dump(), prefix=METRICS_PREFIX)
+
+    def models() -> str:
+        return ModelList(data=[engine.model_card()]).model_dump_json(exclude_none=True)
+
     chat = partial(_chat, engine)
     endpoints = [
         ("POST", routes.CHAT_COMPLETIONS, _Endpoint(chat)),
         ("POST", routes.REQUEST_WEIGHT_UPDATE, _call(WeightUpdateRequest, engine.request_weight_update)),
-        ("GET", routes.METRICS, _state(PROMETHEUS_TYPE, lambda: _metrics(engine))),
+        ("GET", routes.METRICS, _state(PROMETHEUS_TYPE, metrics)),
         ("GET", routes.HEALTH, _state(_JSON, lambda: engine.health().model_dump_json())),
-        ("GET", routes.MODELS, _state(_JSON, lambda: _models(engine))),
+        ("GET", routes.MODELS, _state(_JSON, models)),
         ("POST", routes.INIT_PROCESS_GROUP, _call(InitProcessGroupRequest, engine.init_process_group)),
         ("POST", routes.CHAT_COMPLETION_ALIAS, _Endpoint(chat)),
         ("POST", routes.COMPLETIONS, _Endpoint(partial(_text, engine))),
@@ -74,33 +80,14 @@ def create_app(engine: Engine, *, token: str | None) -> Starlette:
     return app
 
 
-def _metrics(engine: Engine) -> str:
-    return prometheus_text(engine.metrics().model_dump(), prefix=METRICS_PREFIX)
-
-
-def _models(engine: Engine) -> str:
-    return ModelList(data=[engine.model_card()]).model_dump_json(exclude_none=True)
-
-
 # --- requests ----------------------------------------------------------------------------------------------------
 
 
 async def _parsed(schema: type[Body], receive: Receive) -> Body:
     """Parse the body by `schema`. Raises `InvalidRequest`, or `HTTPException` for a body that is too large or late."""
-    body = await _body(receive)
+    body = await Request({"type": "http"}, receive).body()
     with _validation():
         return schema.model_validate_json(body)
-
-
-async def _body(receive: Receive) -> bytes:
-    chunks: list[bytes] = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        chunks.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(chunks)
 
 
 @contextmanager
@@ -108,17 +95,13 @@ def _validation() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        raise _invalid(error) from None
-
-
-def _invalid(error: ValidationError) -> InvalidRequest:
-    first = error.errors(include_input=False, include_url=False, include_context=False)[0]
-    param = ".".join(str(part) for part in first["loc"]) or None
-    more = "" if error.error_count() == 1 else f" (and {error.error_count() - 1} more)"
-    reason = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        reason = "this engine does not support it, or not with this value; leave it out"
-    return InvalidRequest(f"{param or 'body'}: {reason}{more}", param=param)
+        first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+        param = ".".join(str(part) for part in first["loc"]) or None
+        more = "" if error.error_count() == 1 else f" (and {error.error_count() - 1} more)"
+        reason = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            reason = "this engine does not support it, or not with this value; leave it out"
+        raise InvalidRequest(f"{param or 'body'}: {reason}{more}", param=param) from None
 
 
 class _Endpoint:

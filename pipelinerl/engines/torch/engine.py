@@ -39,10 +39,9 @@ _LONGEST: Final = 44
 
 def from_options(options: EngineOptions) -> Engine:
     """Return the engine that a recipe describes; its `start` loads the model. Raises `ModelError`."""
-    options.check_one_device("the torch engine")
-    options.check_no_options("the torch engine")
+    options.refuse("the torch engine", "devices", "options")
     if options.kernels is Kernels.BATCH_INVARIANT:
-        options.check_native_weights("a torch engine with batch-invariant kernels")
+        options.refuse("a torch engine with batch-invariant kernels", "weights")
     tokenizer = ChatTokenizer.load(options.model_path)
     return BatchingEngine(
         options, load=lambda: load_runner(options), tokenizer=tokenizer, endpoints=endpoints_of(options)

@@ -1,4 +1,4 @@
-"""`AnnouncedUpdates`: follows the trainer's announcements of new weights, pulls each version, and reports the result.
+"""`follow_announcements`: follows a trainer's announcements of new weights, pulls each version, reports the result.
 
     trainer ── `announcements`: PREPARE, once for all ──▶ engine: PREPARE, pull, COMMIT ── `taken` ──▶ trainer
 
@@ -33,71 +33,65 @@ log = logging.getLogger("pipelinerl")
 _BLOCK_S: Final = 10.0
 
 
-class AnnouncedUpdates:
-    """Follower of the trainer's announcements for `engine`, whose base URL is `url`."""
+async def follow_announcements(engine: Engine, stream: Stream, *, url: str) -> None:
+    """Follow the announcements for `engine`, whose base URL is `url`, until cancelled.
 
-    def __init__(self, engine: Engine, stream: Stream, *, url: str) -> None:
-        self._engine = engine
-        self._stream = stream
-        self._url = url
-
-    async def run(self) -> None:
-        """Follow announcements until cancelled. Raises `AddressError` if the stream server cannot be reached."""
-        offset = await self._stream.last_id(ANNOUNCEMENTS)
-        await self._say(WeightsTaken(url=self._url))
-        while True:
-            entries = await self._stream.read({ANNOUNCEMENTS: offset}, count=64, block_s=_BLOCK_S)
+    Raises `AddressError` if the stream server cannot be reached.
+    """
+    offset = await stream.last_id(ANNOUNCEMENTS)
+    taken = WeightsTaken(url=url)
+    while True:
+        await stream.append(TAKEN, [encode(taken)])
+        prepare = None
+        while prepare is None:
+            entries = await stream.read({ANNOUNCEMENTS: offset}, count=64, block_s=_BLOCK_S)
             if entries:
                 offset = entries[-1].entry_id
-                if (prepare := self._newest(entries)) is not None:
-                    await self._say(await self._taken(prepare))
+                prepare = _newest(entries, url)
+        taken = await _taken(engine, prepare, url)
 
-    def _newest(self, entries: list[Entry]) -> WeightUpdateRequest | None:
-        for entry in reversed(entries):
-            try:
-                announced = decode_announcement(entry.payload)
-                prepare = WeightUpdateRequest.model_validate_json(announced.prepare)
-            except (msgspec.DecodeError, ValidationError):
-                log.error("skipping an unreadable announcement of weights: %s", entry.entry_id)
-                continue
-            return None if self._url in announced.left_out else prepare
-        return None
 
-    async def _taken(self, prepare: WeightUpdateRequest) -> WeightsTaken:
-        commit = WeightUpdateRequest(
-            phase=UpdatePhase.COMMIT,
-            version=prepare.version,
-            epoch=prepare.epoch,
-            on_update=prepare.on_update,
-            transport=prepare.transport,
-            digest=prepare.digest,
-            timeout_s=prepare.timeout_s,
-        )
+def _newest(entries: list[Entry], url: str) -> WeightUpdateRequest | None:
+    for entry in reversed(entries):
         try:
-            answer = await self._engine.request_weight_update(self._turned(prepare))
-            if answer.status is not UpdateStatus.ALREADY_SERVING:
-                answer = await self._engine.request_weight_update(commit)
-        except ContractError as error:
-            status, answered, failed = error.status, b"", json.dumps(error.to_wire()).encode()
-        else:
-            status, answered, failed = 200, answer.model_dump_json().encode(), b""
-        return WeightsTaken(
-            url=self._url, epoch=prepare.epoch, version=prepare.version, answer=answered, error=failed, status=status
-        )
+            announced = decode_announcement(entry.payload)
+            prepare = WeightUpdateRequest.model_validate_json(announced.prepare)
+        except (msgspec.DecodeError, ValidationError):
+            log.error("skipping an unreadable announcement of weights: %s", entry.entry_id)
+            continue
+        return None if url in announced.left_out else prepare
+    return None
 
-    def _turned(self, prepare: WeightUpdateRequest) -> WeightUpdateRequest:
-        """Return `prepare` with its parameter servers in an order that depends on the engine, to balance their load."""
-        turn = rng.key(0, self._url)
 
-        def turned(urls: tuple[str, ...]) -> tuple[str, ...]:
-            at = turn % len(urls)
-            return (*urls[at:], *urls[:at])
+async def _taken(engine: Engine, prepare: WeightUpdateRequest, url: str) -> WeightsTaken:
+    commit = WeightUpdateRequest(
+        phase=UpdatePhase.COMMIT,
+        version=prepare.version,
+        epoch=prepare.epoch,
+        on_update=prepare.on_update,
+        transport=prepare.transport,
+        digest=prepare.digest,
+        timeout_s=prepare.timeout_s,
+    )
+    # Each engine turns the lists of parameter servers by its own number, to balance their load.
+    turn = rng.key(0, url)
+    listed = {
+        "sources": prepare.sources and _turned(prepare.sources, turn),
+        "shards": prepare.shards and tuple(_turned(urls, turn) for urls in prepare.shards),
+    }
+    try:
+        answer = await engine.request_weight_update(prepare.model_copy(update=listed))
+        if answer.status is not UpdateStatus.ALREADY_SERVING:
+            answer = await engine.request_weight_update(commit)
+    except ContractError as error:
+        status, answered, failed = error.status, b"", json.dumps(error.to_wire()).encode()
+    else:
+        status, answered, failed = 200, answer.model_dump_json().encode(), b""
+    return WeightsTaken(
+        url=url, epoch=prepare.epoch, version=prepare.version, answer=answered, error=failed, status=status
+    )
 
-        if prepare.sources is not None:
-            return prepare.model_copy(update={"sources": turned(prepare.sources)})
-        if prepare.shards is not None:
-            return prepare.model_copy(update={"shards": tuple(turned(urls) for urls in prepare.shards)})
-        return prepare
 
-    async def _say(self, taken: WeightsTaken) -> None:
-        await self._stream.append(TAKEN, [encode(taken)])
+def _turned(urls: tuple[str, ...], turn: int) -> tuple[str, ...]:
+    at = turn % len(urls)
+    return (*urls[at:], *urls[:at])

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -72,13 +71,11 @@ class _InProcess:
         return backend is not Backend.NCCL or str(getattr(staging, "device", "cpu")).startswith("cuda")
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
-        """Return a new array of the same kind, on the same device."""
         if isinstance(staging, np.ndarray):
             return np.empty(num_bytes, np.uint8)
         return staging.new_empty(num_bytes)
 
     def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:
-        """Return this process's `Collective` once every rank has joined."""
         # Imported here, because an engine without torch can serve until its first update.
         from pipelinerl.weights.broadcast.collective import Collective
 
@@ -187,16 +184,23 @@ class GroupMember:
             raise Overloaded(f"{len(self._joining)} joins wait for their peers already; wait until one has ended")
         known = (self._membership, *self._joining.values())
         leaving = [membership.left for membership in known if membership is not None and membership.left is not None]
-        joining = in_background_soon(f"join-{generation}", lambda: self._join(request, leaving))
+
+        def join() -> GroupEndpoint:
+            if request.backend is Backend.NCCL:  # a device that still receives for another group cannot join this one
+                wait(leaving, timeout=request.timeout_s)
+            return self._endpoints.join(request)
+
+        joining = in_background_soon(f"join-{generation}", join)
         made = self._joining[generation] = _Membership(request, joining)
         loop = asyncio.get_running_loop()
-        joining.add_done_callback(partial(_ended, made, loop, self._promote))
-        return made
 
-    def _join(self, request: InitProcessGroupRequest, leaving: list[Future[None]]) -> GroupEndpoint:
-        if request.backend is Backend.NCCL:  # a device that still receives for another group cannot join this one
-            wait(leaving, timeout=request.timeout_s)
-        return self._endpoints.join(request)
+        def ended(_: object) -> None:
+            """Run on the join's thread: close a group that was left meanwhile, and have the loop promote the others."""
+            made.close_if_left()
+            tell(loop, self._promote)
+
+        joining.add_done_callback(ended)
+        return made
 
     def _promote(self) -> None:
         """Make the completed join with the highest generation the current membership, unless a later one is current."""
@@ -266,12 +270,6 @@ class GroupMember:
         self.leave()
         if self._membership is not None and self._membership.left is not None:
             await settled(self._membership.left, timeout_s=_LEAVES_S)
-
-
-def _ended(membership: _Membership, loop: asyncio.AbstractEventLoop, promote: Callable[[], None], _: object) -> None:
-    """Run on a join's thread when the join ends: close a group that was left meanwhile; have `loop` call `promote`."""
-    membership.close_if_left()
-    tell(loop, promote)
 
 
 def _same(begun: InitProcessGroupRequest, request: InitProcessGroupRequest) -> bool:

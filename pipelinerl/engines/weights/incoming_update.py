@@ -70,7 +70,12 @@ class IncomingUpdate:
 
     def is_of(self, request: WeightUpdateRequest) -> bool:
         """Return whether `request` repeats this update: the same bytes, in the same pieces, over the same transport."""
-        return _manifest(self.request) == _manifest(request)
+
+        def manifest(one: WeightUpdateRequest) -> dict[str, Any]:
+            layout_id = one.layout_id if one.layout is None else one.layout.layout_id
+            return one.model_dump(exclude={"layout", "timeout_s", "on_update"}) | {"layout_id": layout_id}
+
+        return manifest(self.request) == manifest(request)
 
     @property
     def progress(self) -> str:
@@ -112,12 +117,6 @@ class IncomingUpdate:
         return cls(request, "the parameter server", "its pull to end", received, given_up.set, progress)
 
 
-def _manifest(request: WeightUpdateRequest) -> dict[str, Any]:
-    layout_id = request.layout_id if request.layout is None else request.layout.layout_id
-    fields = request.model_dump(exclude={"layout", "layout_id", "timeout_s", "on_update"})
-    return fields | {"layout_id": layout_id}
-
-
 def _named(request: WeightUpdateRequest) -> str:
     return f"receive-{request.epoch}.{request.version}"
 
@@ -133,7 +132,13 @@ def _broadcast(
     from pipelinerl.weights.broadcast.collective import shared_tensor
     from pipelinerl.weights.torch_transfer import OverlappedDigest, stream_for
 
-    _agree(endpoint, request, sink.layout)
+    if request.pieces_key is not None:  # pieces larger than expected would end this process
+        announced = endpoint.expect(request.pieces_key, deadline=time.monotonic() + request.timeout_s)
+        if announced != (ours := sink.layout.agreement(request.bucket_bytes)):
+            raise UpdateError(
+                f"update {request.epoch}.{request.version}: rank 0 is about to send pieces of (layout, bytes) "
+                f"{announced[:80]!r}, but PREPARE announced {ours!r}; nothing was received"
+            )
     flat = shared_tensor(sink.buffer)
     bounds = sink.layout.buckets(request.bucket_bytes)
     with stream_for(flat.device) as stream:
@@ -152,18 +157,6 @@ def _broadcast(
         received = Received(digest.hexdigest(), time.monotonic() - began)
     sink.finish()
     return received
-
-
-def _agree(endpoint: GroupEndpoint, request: WeightUpdateRequest, layout: WeightLayout) -> None:
-    """Raise UpdateError if rank 0 announced other pieces than PREPARE: an oversized one would end this process."""
-    if request.pieces_key is None:
-        return
-    announced = endpoint.expect(request.pieces_key, deadline=time.monotonic() + request.timeout_s)
-    if announced != (ours := layout.agreement(request.bucket_bytes)):
-        raise UpdateError(
-            f"update {request.epoch}.{request.version}: rank 0 is about to send pieces of (layout, bytes) "
-            f"{announced[:80]!r}, but PREPARE announced {ours!r}; nothing was received"
-        )
 
 
 def _pulled(source: PullSource, order: PullOrder, sink: WeightSink, progress: _ByteCount) -> Received:

@@ -192,7 +192,11 @@ class WeightReceiver:
             case UpdatePhase.COMMIT:
                 return await self._commit(request)
             case UpdatePhase.ABORT:
-                return self._abort(request)
+                update, key = self._update, (request.epoch, request.version)
+                if update is None or update.key != key or update.stage is not _Stage.RECEIVING:
+                    raise NotPrepared(f"update {_named(request)} is not staged here; nothing to abort")
+                self._drop()
+                return self._answer(UpdateStatus.ABORTED)
 
     async def _prepare(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
         wire = self._checked_layout(request)
@@ -255,12 +259,16 @@ class WeightReceiver:
                 raise NotPrepared(
                     f"layout_id {request.layout_id!r} is not known here; send the full layout", param="layout_id"
                 )
-            return _in_pieces(known[request.layout_id], request.bucket_bytes)
-        difference = ours.difference(sent, converted=converted_by(ours))
-        if difference is not None:
-            raise LayoutMismatch(f"the update does not fit the model: {difference}", param="layout")
-        self._wire = sent
-        return _in_pieces(sent, request.bucket_bytes)
+            wire = known[request.layout_id]
+        else:
+            difference = ours.difference(sent, converted=converted_by(ours))
+            if difference is not None:
+                raise LayoutMismatch(f"the update does not fit the model: {difference}", param="layout")
+            self._wire = wire = sent
+        if wire.num_bytes // request.bucket_bytes > MAX_PIECES:
+            least = -(-wire.num_bytes // MAX_PIECES)
+            raise InvalidRequest(f"bucket_bytes must be at least {least} for these weights, got {request.bucket_bytes}")
+        return wire
 
     def _sink(self, wire: WeightLayout) -> WeightSink:
         target, ours = self._target, self._target.layout
@@ -299,7 +307,14 @@ class WeightReceiver:
     async def _commit(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
         update = self._update
         if update is None or update.key != (request.epoch, request.version) or update.dropped:
-            return self._committed_before(request)
+            if not self._serves(request):
+                raise NotPrepared(f"update {_named(request)} was not prepared here, or has failed or was aborted")
+            if self.digest is not None and self.digest != request.digest:
+                raise DigestMismatch(
+                    f"{_named(request)} is served already with digest {self.digest}, the commit says {request.digest}",
+                    param="digest",
+                )
+            return self._answer(UpdateStatus.ALREADY_SERVING)
         if update.stage is _Stage.RECEIVING:
             received = await self._bytes(update, request.timeout_s)
             if update.dropped:
@@ -322,16 +337,6 @@ class WeightReceiver:
                 f"{request.timeout_s:g} s but still will; commit again"
             )
         return self._answer(UpdateStatus.COMMITTED, pause_s=update.committing.result())
-
-    def _committed_before(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
-        if not self._serves(request):
-            raise NotPrepared(f"update {_named(request)} was not prepared here, or has failed or was aborted")
-        if self.digest is not None and self.digest != request.digest:
-            raise DigestMismatch(
-                f"{_named(request)} is served already with digest {self.digest}, the commit says {request.digest}",
-                param="digest",
-            )
-        return self._answer(UpdateStatus.ALREADY_SERVING)
 
     async def _bytes(self, update: _Update, timeout_s: float) -> Received:
         incoming = update.incoming
@@ -367,13 +372,6 @@ class WeightReceiver:
         self.totals.last_pause_s, self.totals.last_receive_s = pause_s, received.seconds
         return pause_s
 
-    def _abort(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
-        update = self._update
-        if update is None or update.key != (request.epoch, request.version) or update.stage is not _Stage.RECEIVING:
-            raise NotPrepared(f"update {_named(request)} is not staged here; nothing to abort")
-        self._drop()
-        return self._answer(UpdateStatus.ABORTED)
-
     def _fail(self, update: _Update) -> None:
         update.stage = _Stage.DROPPED
         self.totals.failures += 1
@@ -394,11 +392,3 @@ class WeightReceiver:
 
 def _named(request: WeightUpdateRequest) -> str:
     return f"{request.epoch}.{request.version}"
-
-
-def _in_pieces(layout: WeightLayout, bucket_bytes: int) -> WeightLayout:
-    """Return `layout` unchanged. Raises `InvalidRequest` if small buckets would divide it into too many pieces."""
-    if layout.num_bytes // bucket_bytes > MAX_PIECES:
-        least = -(-layout.num_bytes // MAX_PIECES)
-        raise InvalidRequest(f"bucket_bytes must be at least {least} for these weights, got {bucket_bytes}")
-    return layout

@@ -30,10 +30,7 @@ def from_options(options: EngineOptions) -> Engine:
     """Return the engine that a recipe describes. Raises `ModelError` for options or models without support."""
     if options.dtype is not WeightDType.FLOAT32 or options.device not in (Device.AUTO, Device.CPU):
         raise ModelError(f"the bigram engine runs in float32 on the cpu, got {options.dtype} on {options.device}")
-    options.check_native_weights("the bigram engine")
-    options.check_one_device("the bigram engine")
-    options.check_no_options("the bigram engine")
-    options.check_no_memory_share("the bigram engine")
+    options.refuse("the bigram engine", "weights", "devices", "options", "memory_share")
 
     def load() -> BigramRunner:
         model = BigramModel.load(options.model_path)

@@ -264,7 +264,15 @@ def connect_nccl(library: Any, store: Any, *, rank: int, size: int, device: torc
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(_LONGEST_CONNECT_S))
     with _variables(_WITHOUT_WATCHDOG):
         group = library.ProcessGroupNCCL(store, rank, size, options)
-    connecting = in_background(f"connect-{rank}", lambda: _meet_nccl(library, group, device, deadline))
+
+    def connect() -> None:
+        # By default NCCL connects at the first collective. Connect now, so that a missing rank is detected here.
+        group.eager_connect_single_device(device)
+        options = library.BroadcastOptions()
+        options.rootRank = 0
+        wait_for_nccl(group.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)], options), deadline=deadline)
+
+    connecting = in_background(f"connect-{rank}", connect)
     try:
         connecting.result(max(deadline - time.monotonic(), 0.0))
     except TimeoutError:
@@ -292,14 +300,6 @@ def abort_nccl(group: Any) -> None:
     """End all work of the group and free its communicator, ignoring errors, within `_ABORT_S`."""
     # NCCL's abort may block while another thread is still connecting, so wait only for a limited time.
     wait([in_background("abort", group.abort)], timeout=_ABORT_S)
-
-
-def _meet_nccl(library: Any, group: Any, device: torch.device, deadline: float) -> None:
-    # By default NCCL connects at the first collective. Connect now, so that a missing rank is detected here.
-    group.eager_connect_single_device(device)
-    options = library.BroadcastOptions()
-    options.rootRank = 0
-    wait_for_nccl(group.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)], options), deadline=deadline)
 
 
 @contextmanager

@@ -37,7 +37,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 from inference_contract.errors import (
@@ -172,10 +171,14 @@ class BroadcastPublisher:
         self._leave()
         floor = publication.epoch * _EPOCH_STEP + publication.membership * _MEMBERSHIP_STEP % _EPOCH_STEP
         self._generation = generation = max(self._generation + 1, floor)
-        meeting = await self._meeting_place(members)
+        host = await asyncio.to_thread(address_facing, members) if self._host is None else self._host
+        if self._rendezvous is not None and self._rendezvous.host != host:
+            self._close_rendezvous()
+        if self._rendezvous is None:
+            self._rendezvous = Rendezvous(host)
+        meeting = self._rendezvous
         began, timeout_s = time.monotonic(), self._grace_s("a join", members, progress)
-        requests = self._join_requests(meeting, members, generation, timeout_s)
-        own = self._own_join(meeting, generation, len(members) + 1, timeout_s)
+        requests, own = self._joins(meeting, members, generation, timeout_s)
         answers = await each_until_failure(
             members, lambda url: self._control.init_process_group(url, requests[url]), victim=_VICTIM
         )
@@ -187,7 +190,12 @@ class BroadcastPublisher:
             return self._group
         # Without this call, all ranks that have joined would wait for the missing rank until their deadlines.
         self._close_rendezvous()
-        own.add_done_callback(lambda _: in_background_soon(f"leave-{generation}", partial(_close_joined, own)))
+
+        def close_joined() -> None:
+            if own.exception() is None:
+                own.result().close()
+
+        own.add_done_callback(lambda _: in_background_soon(f"leave-{generation}", close_joined))
         if self._goes_above(failures, progress):
             return None
         culprits = {url: error for url, error in failures.items() if not isinstance(error, _VICTIM)} or failures
@@ -224,62 +232,38 @@ class BroadcastPublisher:
         progress.raised, self._generation = True, generation
         return True
 
-    async def _meeting_place(self, members: Iterable[str]) -> Rendezvous:
-        """Return a store that all members can reach; open a new one if they need another address of this machine."""
-        host = await asyncio.to_thread(address_facing, members) if self._host is None else self._host
-        if self._rendezvous is not None and self._rendezvous.host != host:
-            self._close_rendezvous()
-        if self._rendezvous is None:
-            self._rendezvous = Rendezvous(host)
-        return self._rendezvous
-
     def _close_rendezvous(self) -> None:
         if self._rendezvous is not None:
             self._rendezvous.close()
             self._rendezvous = None
 
-    def _join_requests(
+    def _joins(
         self, meeting: Rendezvous, members: Sequence[str], generation: int, timeout_s: float
-    ) -> dict[str, InitProcessGroupRequest]:
-        size = 1 + len(members)
-        return {
+    ) -> tuple[dict[str, InitProcessGroupRequest], Future[Collective]]:
+        """Return the request for each engine to join, and this process's own join, which has begun."""
+        size, left = 1 + len(members), self._left
+        is_tree = self._backend is Backend.GLOO and size > _EACH_TO_EACH
+        common: dict[str, Any] = {
+            "group": _GROUP,
+            "backend": self._backend,
+            "world_size": size,
+            "generation": generation,
+            "connections": Connections.TREE if is_tree else None,
+            "timeout_s": timeout_s,
+        }
+        requests = {
             url: InitProcessGroupRequest(
-                group=_GROUP,
-                backend=self._backend,
-                rendezvous_host=meeting.host,
-                rendezvous_port=meeting.port,
-                rank=rank,
-                world_size=size,
-                generation=generation,
-                connections=self._connections(size),
-                timeout_s=timeout_s,
+                rendezvous_host=meeting.host, rendezvous_port=meeting.port, rank=rank, **common
             )
             for rank, url in enumerate(members, start=1)
         }
 
-    def _own_join(self, meeting: Rendezvous, generation: int, world_size: int, timeout_s: float) -> Future[Collective]:
-        left = self._left
-
         def join() -> Collective:
             if self._backend is Backend.NCCL and left is not None:
                 wait([left], timeout=_LEAVES_S)  # an NCCL group holds GPU memory until it is left
-            return Collective.join(
-                host=meeting.host,
-                port=meeting.port,
-                group=_GROUP,
-                generation=generation,
-                rank=0,
-                world_size=world_size,
-                backend=self._backend,
-                connections=self._connections(world_size),
-                timeout_s=timeout_s,
-            )
+            return Collective.join(host=meeting.host, port=meeting.port, rank=0, **common)
 
-        return in_background(f"join-{generation}", join)
-
-    def _connections(self, world_size: int) -> Connections | None:
-        many = self._backend is Backend.GLOO and world_size > _EACH_TO_EACH
-        return Connections.TREE if many else None
+        return requests, in_background(f"join-{generation}", join)
 
     def _leave(self) -> None:
         """Leave the group on another thread: gloo takes 10 ms and NCCL up to 5 s, which would block the event loop."""
@@ -314,7 +298,8 @@ class BroadcastPublisher:
             # Only two different requests are built: for engines that know the layout, and for engines that do not.
             (how,) = named
             if how not in made:
-                where = {"group": _GROUP, "generation": group.generation, "pieces_key": _pieces_key(progress)}
+                pieces_key = f"pieces-{progress.publication.name}"
+                where = {"group": _GROUP, "generation": group.generation, "pieces_key": pieces_key}
                 made[how] = self._request(progress, UpdatePhase.PREPARE, timeout_s=silence_s, **where, **named)
             return made[how]
 
@@ -346,7 +331,7 @@ class BroadcastPublisher:
         sending = in_background(
             f"send-{progress.publication.name}",
             lambda: sender.send(
-                group, deadline=progress.deadline, silence_s=silence_s, pieces_key=_pieces_key(progress)
+                group, deadline=progress.deadline, silence_s=silence_s, pieces_key=f"pieces-{progress.publication.name}"
             ),
         )
         if not await settled(sending, timeout_s=progress.remaining_s + 1.0):
@@ -427,15 +412,6 @@ class BroadcastPublisher:
 def _is_alive(answer: WeightUpdateResponse | Failure) -> bool:
     """Return True if the engine answered, though perhaps with an error."""
     return not isinstance(answer, PipelineError)
-
-
-def _close_joined(join: Future[Collective]) -> None:
-    if join.exception() is None:
-        join.result().close()
-
-
-def _pieces_key(progress: PublicationProgress) -> str:
-    return f"pieces-{progress.publication.name}"
 
 
 def _group_timeout_s(progress: PublicationProgress) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from inference_contract.weights import ParameterSpec, WeightLayout, cut
+from inference_contract.weights import WeightLayout, cut
 from pipelinerl.errors import DeadlineError, UpdateError
 from pipelinerl.weights.broadcast.collective import Collective
 from pipelinerl.weights.layout import describe_bucket, parameters_in
@@ -65,7 +65,11 @@ class WeightSender:
             self._announce(group, pieces_key)
         gathered = iter(self._weights())
         first = list(itertools.islice(gathered, 1))
-        device = _staging_device(group, first)
+        # Buckets are filled on the group's device if it is a GPU, else where the weights are.
+        array = first[0][1] if first else None
+        device = array.device if isinstance(array, torch.Tensor) else torch.device("cpu")
+        if group is not None and group.device.type != "cpu":
+            device = group.device
         largest = max(end - start for start, end in self._bounds)
         with self._streams(device) as stream:
             digest = OverlappedDigest(stream)
@@ -111,14 +115,6 @@ class WeightSender:
             raise type(error)(f"{describe_bucket(self._layout, bucket, self._bounds)}: {error}") from error
 
 
-def _staging_device(group: Collective | None, first: list[tuple[str, Any]]) -> torch.device:
-    """Return the device on which buckets are filled: the group's device if it is a GPU, else that of the weights."""
-    if group is not None and group.device.type != "cpu":
-        return group.device
-    array = first[0][1] if first else None
-    return array.device if isinstance(array, torch.Tensor) else torch.device("cpu")
-
-
 def packed(
     layout: WeightLayout,
     weights: WeightSource,
@@ -137,8 +133,15 @@ def packed(
         # long.
         host = filled.numpy() if filled.device.type == "cpu" else None
         for parameter, offset in parameters_in(layout, start, end):
+            name: str | None
+            array: Any
             name, array = next(gathered, (None, None))
-            _check(name, array, parameter)
+            gathered_as = None if name is None else (name, tuple(array.shape), str(array.dtype).removeprefix("torch."))
+            wanted = (parameter.name, parameter.shape, parameter.dtype.value)
+            if gathered_as != wanted:
+                raise UpdateError(
+                    f"the trainer must gather {wanted} next, as its layout says, it gathered {gathered_as}"
+                )
             at = slice(offset - start, offset - start + parameter.num_bytes)
             if host is not None and isinstance(array, np.ndarray):
                 host[at] = bytes_of(array)
@@ -148,13 +151,6 @@ def packed(
     extra = next(gathered, None)
     if extra is not None:
         raise UpdateError(f"the trainer gathered {extra[0]!r} after the last parameter of its layout")
-
-
-def _check(name: str | None, array: Any, expected: ParameterSpec) -> None:
-    gathered = None if name is None else (name, tuple(array.shape), str(array.dtype).removeprefix("torch."))
-    wanted = (expected.name, expected.shape, expected.dtype.value)
-    if gathered != wanted:
-        raise UpdateError(f"the trainer must gather {wanted} next, as its layout says, it gathered {gathered}")
 
 
 def _write(array: Any, into: torch.Tensor) -> None:

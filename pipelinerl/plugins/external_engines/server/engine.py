@@ -48,12 +48,10 @@ def sglang_server(options: EngineOptions) -> Engine:
 def _engine(options: EngineOptions, new_api: ApiFactory, continuation: Continuation) -> Engine:
     if options.server is None:
         raise ModelError('this engine needs a server to drive; set engine.servers=["http://host:port"]')
-    options.check_receives_where_it_is("the adapter of a server that you started")
-    options.check_no_options("the adapter of a server that you started with options of its own")
-    options.check_no_memory_share("the adapter of a server")
-    options.check_native_weights("the adapter of a server")
-    options.check_fast_kernels("the adapter of a server")
-    options.check_head_of_the_model("the server")
+    options.refuse("the adapter of a server that you started", "receiver")
+    options.refuse("the adapter of a server that you started with options of its own", "options")
+    options.refuse("the adapter of a server", "memory_share", "weights", "kernels")
+    options.refuse("the server", "head_precision")
     return BatchingEngine(
         options,
         loop=lambda deliver: CoreLoop(

@@ -60,10 +60,7 @@ _FLAGS: Final = {
 
 def from_options(options: EngineOptions) -> Engine:
     """Return a recipe's engine, whose `start` loads the model in another process. Raises `ModelError`."""
-    options.check_native_weights("the vLLM engine")
-    options.check_fast_kernels("the vLLM engine")
-    options.check_receives_where_it_is("the vLLM engine")
-    options.check_head_of_the_model("the vLLM engine")
+    options.refuse("the vLLM engine", "weights", "kernels", "receiver", "head_precision")
     check_names(options.options)
     check_version(_installed()[1])
     if options.options:

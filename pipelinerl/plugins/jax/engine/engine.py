@@ -33,9 +33,7 @@ def from_options(options: EngineOptions) -> Engine:
     """Return the engine that a recipe describes; its `start` compiles the programs. Both head precisions give the same
     results: logits are always fp32, as are norms, softmax and log-probs. Raises `ModelError`.
     """
-    options.check_native_weights("the JAX engine")
-    options.check_fast_kernels("the JAX engine")
-    options.check_no_options("the JAX engine")
+    options.refuse("the JAX engine", "weights", "kernels", "options")
     if options.threads is not None:  # XLA reads NPROC at its first computation
         os.environ.setdefault("NPROC", str(options.threads))
     tokenizer = ChatTokenizer.load(options.model_path)

@@ -1,13 +1,11 @@
 """House rules that a machine can check (DESIGN sections 3, 11, 12); each maps a module to its violations."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
 from functools import cache
 
-from tests.architecture.tree import FLOORS, Module, project, room_of
+from tests.architecture.tree import FLOORS, project, room_of
 
 HEAVY = frozenset(
     {
@@ -127,7 +125,7 @@ LAUNCH_ALLOWED = (
 Problems = Iterator[str]
 
 
-def imports_go_down(module: Module) -> Problems:
+def imports_go_down(module):
     """A room (package) imports only rooms on lower floors (layers of the architecture).
 
     Rooms on the same floor do not import each other. Every room may import the contracts.
@@ -145,7 +143,7 @@ def imports_go_down(module: Module) -> Problems:
             yield f"{here} (floor {FLOORS[here]}) must not import {target} ({there}, floor {FLOORS[there]})"
 
 
-def plugins_stand_alone(module: Module) -> Problems:
+def plugins_stand_alone(module):
     """The core imports no plug-in, and a plug-in imports no other: each can be left out."""
     if module.path.startswith("benchmarks/"):
         return
@@ -156,11 +154,11 @@ def plugins_stand_alone(module: Module) -> Problems:
             yield f"{target} belongs to the plug-in {there}: reach it through the registry"
 
 
-def _plugin_of(dotted: str) -> str:
+def _plugin_of(dotted):
     return [*dotted.split("."), "", ""][2] if dotted.startswith("pipelinerl.plugins.") else ""
 
 
-def launch_knows_descriptions_of_roles_only(module: Module) -> Problems:
+def launch_knows_descriptions_of_roles_only(module):
     """The launcher imports the descriptions of roles, and no code that a role runs.
 
     It may also import configuration, observability, value types, and `system`, which has nothing to do with RL.
@@ -174,13 +172,13 @@ def launch_knows_descriptions_of_roles_only(module: Module) -> Problems:
             yield f"launch must not import {target}"
 
 
-def rooms_are_known(module: Module) -> Problems:
+def rooms_are_known(module):
     """Every file below `pipelinerl/` belongs to a room of DESIGN section 3."""
     if module.name.startswith("pipelinerl.") and room_of(module.name) is None:
         yield f"{module.name} is in no room of DESIGN section 3"
 
 
-def contracts_are_light(module: Module) -> Problems:
+def contracts_are_light(module):
     """Outside their conformance kits, inference_contract imports only pydantic, and trainer_contract only numpy."""
     light = {"inference_contract": {"pydantic"}, "trainer_contract": {"numpy"}}.get(module.name.split(".")[0])
     if light is None or "conformance" in module.path:
@@ -193,7 +191,7 @@ def contracts_are_light(module: Module) -> Problems:
             yield f"{module.name} must not import {target}"
 
 
-def heavy_libraries_stay_in_their_files(module: Module) -> Problems:
+def heavy_libraries_stay_in_their_files(module):
     """A file that imports a heavy library, such as torch, has its name in the path, or is in `HEAVY_ALLOWED`."""
     if module.path.startswith("benchmarks/") or module.path in HEAVY_ALLOWED or "conformance" in module.path:
         return
@@ -213,7 +211,7 @@ def heavy_libraries_stay_in_their_files(module: Module) -> Problems:
             yield f"{target} is imported in a file that is neither named for it nor on the list"
 
 
-def names_say_something(module: Module) -> Problems:
+def names_say_something(module):
     """No path and no class name contains utils, helpers, common, manager, misc or v2."""
     empty = {"util", "utils", "helper", "helpers", "common", "manager", "managers", "misc", "v2"}
     for word in re.split(r"[_/.]", module.path):
@@ -224,7 +222,7 @@ def names_say_something(module: Module) -> Problems:
             yield f"line {node.lineno}: class {node.name}"
 
 
-def exceptions_are_named(module: Module) -> Problems:
+def exceptions_are_named(module):
     """Only listed files catch every exception, unless the handler raises it again or passes it to a future."""
     if module.path.startswith(BROAD_EXCEPT_ALLOWED):
         return
@@ -239,7 +237,7 @@ def exceptions_are_named(module: Module) -> Problems:
             yield f"line {node.lineno}: name the exceptions"
 
 
-def except_star_raises_nothing(module: Module) -> Problems:
+def except_star_raises_nothing(module):
     """No handler of `except*` raises an exception: before Python 3.11.4, it would arrive wrapped in a group."""
     for node in ast.walk(module.tree):
         for handler in node.handlers if isinstance(node, ast.TryStar) else ():
@@ -247,14 +245,14 @@ def except_star_raises_nothing(module: Module) -> Problems:
                 yield f"line {handler.lineno}: catch the ExceptionGroup, split it and raise outside of `except*`"
 
 
-def modules_open_with_what_they_are(module: Module) -> Problems:
+def modules_open_with_what_they_are(module):
     """Every module has a docstring whose first line is a sentence."""
     text = ast.get_docstring(module.tree) or ""
     if len(text.split()) < 5:
         yield "the module must open with what it is and what it promises"
 
 
-def data_is_never_code(module: Module) -> Problems:
+def data_is_never_code(module):
     """No module uses pickle, eval or exec, or a loader that would unpickle."""
     for target in module.imports:
         if module.path not in PICKLE_ALLOWED and target.split(".")[0] in {
@@ -281,7 +279,7 @@ def data_is_never_code(module: Module) -> Problems:
             yield f"line {node.lineno}: allow_pickle=True"
 
 
-def randomness_has_one_source(module: Module) -> Problems:
+def randomness_has_one_source(module):
     """Random numbers come from `pipelinerl.rng`, so that a run can be repeated."""
     if module.path in RANDOMNESS_ALLOWED:
         return
@@ -297,7 +295,7 @@ def randomness_has_one_source(module: Module) -> Problems:
             yield f"line {node.lineno}: {_dotted(node.func)}; draw it from pipelinerl.rng"
 
 
-def nothing_is_mocked(module: Module) -> Problems:
+def nothing_is_mocked(module):
     """No test uses a mock: tests use real objects or verified fakes."""
     for target in module.imports:
         if target.startswith("unittest.mock") or target.split(".")[0] in {"mock", "pytest_mock"}:
@@ -307,7 +305,7 @@ def nothing_is_mocked(module: Module) -> Problems:
             yield f"line {node.lineno}: the mocker fixture"
 
 
-def implementation_is_not_inherited(module: Module) -> Problems:
+def implementation_is_not_inherited(module):
     """Classes inherit only from protocols, enums, errors and records, not from classes with methods."""
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.ClassDef) or any(_dotted(base) == "Protocol" for base in node.bases):
@@ -320,7 +318,7 @@ def implementation_is_not_inherited(module: Module) -> Problems:
                 yield f"line {node.lineno}: {node.name} inherits from {name}"
 
 
-def waits_have_deadlines(module: Module) -> Problems:
+def waits_have_deadlines(module):
     """No call uses `timeout=None`, and every wait for a subprocess has a timeout."""
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.Call):
@@ -333,7 +331,7 @@ def waits_have_deadlines(module: Module) -> Problems:
             yield f"line {node.lineno}: {_dotted(node.func)} without a timeout"
 
 
-def proxies_are_left_alone(module: Module) -> Problems:
+def proxies_are_left_alone(module):
     """HTTP connections come from `system/http_client.py`, which sends the run's token to its peers and to no proxy.
 
     Files that open connections in another way are listed in `OPENS_HTTP`, and pass `trust_env=False`.
@@ -357,13 +355,13 @@ def proxies_are_left_alone(module: Module) -> Problems:
             yield f"line {node.lineno}: {called} asks the environment for a proxy"
 
 
-def _is_broad(node: ast.expr | None) -> bool:
+def _is_broad(node):
     if isinstance(node, ast.Tuple):
         return any(map(_is_broad, node.elts))
     return node is None or _dotted(node).split(".")[-1] in ("Exception", "BaseException")
 
 
-def _hands_on(handler: ast.ExceptHandler) -> bool:
+def _hands_on(handler):
     """Return True if the handler passes the exception that it has caught to `set_exception` of a future."""
     return any(
         isinstance(node, ast.Call)
@@ -373,18 +371,18 @@ def _hands_on(handler: ast.ExceptHandler) -> bool:
     )
 
 
-def _is_true(node: ast.expr | None) -> bool:
+def _is_true(node):
     return isinstance(node, ast.Constant) and node.value is True
 
 
-def _dotted(node: ast.expr) -> str:
+def _dotted(node):
     if isinstance(node, ast.Attribute):
         return f"{_dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
 
 
 @cache
-def _inheritable() -> frozenset[str]:
+def _inheritable():
     """Return the names of the project's protocols, whose methods may be defaults, and of classes without methods."""
     return frozenset(
         node.name
@@ -398,7 +396,7 @@ def _inheritable() -> frozenset[str]:
     )
 
 
-def cycles(modules: tuple[Module, ...]) -> list[tuple[str, ...]]:
+def cycles(modules):
     """Return each import cycle between modules once, as the module names from the alphabetically first one on."""
     names = {module.name for module in modules}
     graph = {
@@ -408,7 +406,7 @@ def cycles(modules: tuple[Module, ...]) -> list[tuple[str, ...]]:
     found: set[tuple[str, ...]] = set()
     done: set[str] = set()
 
-    def visit(name: str, path: list[str]) -> None:
+    def visit(name, path):
         if name in path:
             circle = path[path.index(name) :]
             least = circle.index(min(circle))
@@ -423,7 +421,7 @@ def cycles(modules: tuple[Module, ...]) -> list[tuple[str, ...]]:
     return sorted(found)
 
 
-def _known(target: str, names: set[str]) -> str | None:
+def _known(target, names):
     """Return the module that `from a.b import c` reads: a.b.c if that is a module, else a.b."""
     parent = target.rpartition(".")[0]
     return target if target in names else parent if parent in names else None

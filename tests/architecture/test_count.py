@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from tests.architecture.count import classes_twice, declarations, http_users, short_with_one_importer
+from tests.architecture.count import short_with_one_importer
 from tests.architecture.traced_request import files_of_a_request
 from tests.architecture.tree import ROOT, Module
 from tests.patience import PATIENCE_S
@@ -12,31 +12,21 @@ from tests.patience import PATIENCE_S
 MOST_OF_A_REQUEST = 17
 TREE = (
     Module("launch/a.py", "class A:\n    slots: int\n"),
-    Module("launch/b.py", "import httpx\nfrom launch.a import A\nclass A: ...\nhttpx.Client()\nhttpx.Client()\n"),
-    Module("launch/c.py", "import launch.b\ndef f(*, slots): ...\n"),
+    Module("launch/b.py", "from launch.a import A\n"),
+    Module("launch/c.py", "import launch.b\n"),
     Module("launch/d.py", "import launch.b\n"),
 )
 
 
-def test_architecture_counts_of_a_small_source_tree_are_correct():
+def test_short_file_with_one_importer_is_found_in_a_small_source_tree():
     assert list(short_with_one_importer(TREE)) == [("launch/a.py", 2, "launch/b.py")]
-    assert list(declarations(TREE, "slots")) == ["launch/a.py:2", "launch/c.py:2"]
-    assert list(http_users(TREE)) == [("httpx", "launch/b.py", 2)]
-    assert classes_twice(TREE) == {"A": ["launch/a.py:1", "launch/b.py:3"]}
 
 
 def test_architecture_count_command_prints_a_heading_for_each_count():
-    command = [sys.executable, "-m", "tests.architecture.count", "max_waiting"]
+    command = [sys.executable, "-m", "tests.architecture.count"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert answer.returncode == 0, answer.stderr
-    for heading in (
-        "product:",
-        "one importer:",
-        "folders:",
-        "declarations of max_waiting:",
-        "HTTP libraries",
-        "twice:",
-    ):
+    for heading in ("product:", "one importer:", "folders:"):
         assert heading in answer.stdout
 
 

@@ -6,16 +6,13 @@ A torch engine of two layers answers one request over its ASGI application. A pr
 thread and on the engine's thread notes the file of every product function that is called meanwhile.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import tempfile
 import threading
 from collections import Counter
 from pathlib import Path
-from types import FrameType
-from typing import Any, final
+from typing import final
 
 import httpx
 
@@ -33,34 +30,34 @@ PRODUCT = ("inference_contract", "pipelinerl", "trainer_contract")
 class CalledFiles:
     """Counts calls of product functions by file while `on` is true, on threads started in its `with` block."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls = Counter[str]()
         self.on = False
         self._prefixes = tuple(f"{ROOT / package}/" for package in PRODUCT)
 
-    def __enter__(self) -> CalledFiles:
+    def __enter__(self):
         threading.setprofile(self._note)
         sys.setprofile(self._note)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         sys.setprofile(None)
         threading.setprofile(None)
 
-    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+    def _note(self, frame, event, _):
         code = frame.f_code
         if self.on and event == "call" and code.co_filename.startswith(self._prefixes) and code.co_name != "<module>":
             self.calls[str(Path(code.co_filename).relative_to(ROOT))] += 1
 
 
-def files_of_a_request() -> list[str]:
+def files_of_a_request():
     """Return the sorted paths of the files that run for one completion of eight tokens."""
     with tempfile.TemporaryDirectory() as folder, CalledFiles() as called:
         asyncio.run(_ask(Path(folder), called))
         return sorted(called.calls)
 
 
-async def _ask(folder: Path, called: CalledFiles) -> None:
+async def _ask(folder, called):
     tokenizer = char_tokenizer()
     random_decoder(
         DecoderShape(hidden=16, layers=2, heads=2, intermediate=16, vocab=len(tokenizer), max_positions=64)

@@ -1,9 +1,6 @@
 """The project's modules, each parsed once, with its imports, its room (package) and its floor (layer)."""
 
-from __future__ import annotations
-
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -57,32 +54,32 @@ class Module:
     source: str
 
     @property
-    def name(self) -> str:
+    def name(self):
         """The module's dotted name; for an `__init__`, the name of the package."""
         return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
     @property
-    def stem(self) -> str:
+    def stem(self):
         """The file name without its suffix."""
         return Path(self.path).stem
 
     @property
-    def tree(self) -> ast.Module:
+    def tree(self):
         """The syntax tree."""
         return _parsed(self.source)
 
     @property
-    def imports(self) -> tuple[str, ...]:
+    def imports(self):
         """Absolute dotted names that are imported anywhere in the file; `from a import b` gives `a.b`."""
         return tuple(sorted(set(_imported(self.tree))))
 
 
 @cache
-def _parsed(source: str) -> ast.Module:
+def _parsed(source):
     return ast.parse(source)
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
+def _imported(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -91,7 +88,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def room_of(dotted: str) -> str | None:
+def room_of(dotted):
     """Return the room of a dotted name; None for third parties and for the bare package `pipelinerl`."""
     parts = dotted.split(".")
     if parts[0] in ("inference_contract", "trainer_contract", "launch", "benchmarks"):
@@ -108,14 +105,14 @@ def room_of(dotted: str) -> str | None:
 
 
 @cache
-def project() -> tuple[Module, ...]:
+def project():
     """Return every module of the packages."""
     paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
     return tuple(Module(path.relative_to(ROOT).as_posix(), path.read_text()) for path in paths)
 
 
 @cache
-def suite() -> tuple[Module, ...]:
+def suite():
     """Return every module below `tests/`."""
     paths = sorted((ROOT / "tests").rglob("*.py"))
     return tuple(Module(path.relative_to(ROOT).as_posix(), path.read_text()) for path in paths)

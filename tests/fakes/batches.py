@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,7 @@ from pipelinerl.objective.objective import PolicyObjective
 from pipelinerl.objective.presets import resolve
 from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.plugins.bigram.trainer import BigramTrainer
-from pipelinerl.training.batch import BatchRules, TrainBatch, build
-from pipelinerl.training.passes import ForwardPasses
+from pipelinerl.training.batch import BatchRules, build
 from pipelinerl.training.step import Step
 from pipelinerl.types import RolloutGroup
 from tests.fakes.rollouts import group, rollout
@@ -22,19 +21,19 @@ from trainer_contract.types import TrainerSpec
 
 
 def batch_of(
-    groups: Sequence[RolloutGroup],
-    objective: PolicyObjective | str | Mapping[str, Any] = "grpo",
+    groups,
+    objective="grpo",
     *,
-    producing: int = 1,
-    token_budget: int = 1000,
-    **rules: Any,
-) -> TrainBatch:
+    producing=1,
+    token_budget=1000,
+    **rules,
+):
     """Build a batch; `objective` may be given as in a recipe, and `rules` are fields of `BatchRules`."""
     chosen = objective if isinstance(objective, PolicyObjective) else resolve(objective)
     return build(groups, BatchRules(token_budget=token_budget, **rules), objective=chosen, producing=producing)
 
 
-def step_on(passes: ForwardPasses, **fields: Any) -> Step:
+def step_on(passes, **fields):
     """Return a step on these workers, for batches that are built separately."""
     return Step(rules=BatchRules(token_budget=1000), passes=passes, **fields)
 

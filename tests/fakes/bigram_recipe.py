@@ -7,10 +7,6 @@ reasoning-gym; every second answer is "2", so that there is something to learn.
 With `walking`, the verifier pauses before each verdict, so that a run without end uses little processor time.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 
@@ -60,7 +56,7 @@ async def judge(answer, completion):
 """
 
 
-def lightest(model: Path, *, alphabet: str) -> tuple[str, ...]:
+def lightest(model, *, alphabet):
     """Create a bigram model with this alphabet in `model`; return overrides with which any recipe trains this model."""
     _written(model, alphabet)
     return (
@@ -72,7 +68,7 @@ def lightest(model: Path, *, alphabet: str) -> tuple[str, ...]:
     )
 
 
-def bigram_recipe(folder: Path, *, walking: bool = False) -> Path:
+def bigram_recipe(folder, *, walking=False):
     """Write a recipe and its model into the new folder `folder`; return the recipe's path."""
     model = folder / "model"
     _written(model, "0123456789")
@@ -83,7 +79,7 @@ def bigram_recipe(folder: Path, *, walking: bool = False) -> Path:
     return recipe
 
 
-def _written(model: Path, alphabet: str) -> None:
+def _written(model, alphabet):
     tokenizer = char_tokenizer(alphabet=alphabet)
     BigramModel.random(len(tokenizer), seed=0, scale=0.0, context_length=_CONTEXT).save(model)
     tokenizer.save_pretrained(str(model), save_jinja_files=False)

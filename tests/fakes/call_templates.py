@@ -3,14 +3,10 @@
 Each template has the structure that the models' own templates have for calls; all else is as plain as possible.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
-
-import numpy as np
 
 from inference_contract.tools import ToolDefinition
 from pipelinerl.models.tokenizer import compiled
@@ -39,7 +35,7 @@ class CallTemplate:
     has_text: bool = True
 
     @property
-    def calls(self) -> str:
+    def calls(self):
         """The part of the template that writes a message's calls."""
         between = "{% if not loop.last %}{{- '" + self.between + "' }}{% endif %}" if self.between else ""
         return (
@@ -48,7 +44,7 @@ class CallTemplate:
         )  # fmt: skip
 
     @property
-    def source(self) -> str:
+    def source(self):
         """The whole chat template, which opens no thinking in the prompt."""
         return (
             "{%- for t in tools or [] %}{{- t | tojson }}{{- '<|end|>' }}{%- endfor %}{%- for m in messages %}"
@@ -59,12 +55,12 @@ class CallTemplate:
         )  # fmt: skip
 
 
-def _json_object(arguments: str = "arguments", name: str = "name") -> str:
+def _json_object(arguments="arguments", name="name"):
     begin = "{{- '{\"" + name + '": "\' + c.function.name + \'", "' + arguments + "\": ' }}"
     return begin + "{{- " + _JSON + " }}{{- '}' }}"
 
 
-def _tagged(begin: str, parameter: str, end: str, value: str = _VALUE) -> str:
+def _tagged(begin, parameter, end, value=_VALUE):
     return (
         "{{- " + begin + " }}{%- for k, v in c.function.arguments | items %}"
         + parameter.replace("VALUE", "{{- " + value + " }}") + "{%- endfor %}{{- '" + end + "' }}"
@@ -252,7 +248,7 @@ class WrittenAnswer:
     calls: list[Call]
 
 
-def answers(name: str, rng: np.random.Generator, count: int) -> Iterator[WrittenAnswer]:
+def answers(name, rng, count):
     """Yield random answers in a format: with and without text, thinking before and after, drafts in it, and calls."""
     form = ALL_TEMPLATES[name]
     template = compiled("{%- set m = messages[0] %}" + form.calls)
@@ -260,7 +256,7 @@ def answers(name: str, rng: np.random.Generator, count: int) -> Iterator[Written
         yield _answer(form, lambda calls: _write(template.render, calls), rng)
 
 
-def _answer(form: CallTemplate, write: Callable[[list[Call]], str], rng: np.random.Generator) -> WrittenAnswer:
+def _answer(form, write, rng):
     calls = [_call(rng, form.quote) for _ in range(rng.integers(0, form.most + 1))]
     before, opens = rng.random() < 0.6, rng.random() < 0.5
     text = ("", "So: ", "I look. \n")[rng.integers(3)] if form.has_text or not calls else ""
@@ -279,7 +275,7 @@ def _answer(form: CallTemplate, write: Callable[[list[Call]], str], rng: np.rand
     return WrittenAnswer(thinking + text + written + after, opened_by, content, calls)
 
 
-def _write(render: Callable[..., str], calls: list[Call]) -> str:
+def _write(render, calls):
     shown = [
         {"id": f"functions.{name}:{place}", "function": {"name": name, "arguments": _Arguments(arguments)}}
         for place, (name, arguments) in enumerate(calls)
@@ -290,11 +286,11 @@ def _write(render: Callable[..., str], calls: list[Call]) -> str:
 class _Arguments(dict[str, Any]):
     """Arguments that a template may also append to a text, as DeepSeek's templates do."""
 
-    def __radd__(self, other: str) -> str:
+    def __radd__(self, other):
         return other + json.dumps(self, ensure_ascii=False)
 
 
-def _call(rng: np.random.Generator, *without: str) -> Call:
+def _call(rng, *without):
     names = [name for name in _SCHEMAS if rng.random() < 0.5]
     make = {
         "text": lambda: _text(rng, without),
@@ -308,7 +304,7 @@ def _call(rng: np.random.Generator, *without: str) -> Call:
     return _NAMES[rng.integers(len(_NAMES))], {name: make[name]() for name in names}
 
 
-def _value(rng: np.random.Generator, without: tuple[str, ...], depth: int, *, only_object: bool = False) -> Any:
+def _value(rng, without, depth, *, only_object=False):
     kind = 6 if only_object else rng.integers(0, 7 if depth else 5)
     if kind == 5:
         return [_value(rng, without, depth - 1) for _ in range(rng.integers(3))]
@@ -317,7 +313,7 @@ def _value(rng: np.random.Generator, without: tuple[str, ...], depth: int, *, on
     return [None, True, 7, -2.5, _text(rng, without)][kind]
 
 
-def _text(rng: np.random.Generator, without: tuple[str, ...]) -> str:
+def _text(rng, without):
     """Return random pieces, with a letter between two of them: a text of closing tags alone is ambiguous in XML."""
     pieces = (_PIECES[at] for at in rng.integers(len(_PIECES), size=rng.integers(5)))
     return "x".join(piece for piece in pieces if piece not in without)

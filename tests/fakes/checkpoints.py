@@ -1,15 +1,8 @@
 """Checkpoints of a bigram model whose weights, trainer state and ledger each reveal their version number."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 
 from pipelinerl.plugins.bigram.model import BigramModel
-from pipelinerl.training.checkpoints.checkpoint import Capture, CheckpointStore
 from pipelinerl.training.checkpoints.manifest import TrainingState
 from trainer_contract.types import ParameterInfo
 
@@ -17,12 +10,12 @@ SIZE = 5
 LAYOUT = [ParameterInfo("bigram.logits", (SIZE, SIZE), "float32")]
 
 
-def weights_of(version: int) -> list[tuple[str, Any]]:
+def weights_of(version):
     """Return weights whose values are the version number."""
     return [("bigram.logits", np.full((SIZE, SIZE), version, np.float32))]
 
 
-def model_directory(path: Path) -> Path:
+def model_directory(path):
     """Create a model directory that also has a file of other weights, which checkpoints must not copy."""
     BigramModel.random(SIZE, seed=0).save(path)
     (path / "tokenizer.json").write_text("{}")
@@ -30,7 +23,7 @@ def model_directory(path: Path) -> Path:
     return path
 
 
-def state_of(version: int, *, epoch: int = 1, accuracies: Mapping[int, float] | None = None) -> TrainingState:
+def state_of(version, *, epoch=1, accuracies=None):
     """Return the training state of a version; `accuracies` maps the versions of past evaluations to their results."""
     results = [{"model_version": at, "accuracy": value, "at_least": value} for at, value in (accuracies or {}).items()]
     return TrainingState(
@@ -42,7 +35,7 @@ def state_of(version: int, *, epoch: int = 1, accuracies: Mapping[int, float] | 
     )
 
 
-def capture(store: CheckpointStore, state: TrainingState, *, padding: int = 0) -> Capture:
+def capture(store, state, *, padding=0):
     """Capture a checkpoint whose values are the version number; `padding` adds bytes to the trainer state."""
     number = state.model_version
     record = number.to_bytes(8, "little") * (2 + padding // 8)
@@ -54,11 +47,11 @@ def capture(store: CheckpointStore, state: TrainingState, *, padding: int = 0) -
     )
 
 
-def save(store: CheckpointStore, version: int, *, padding: int = 0, **rest: Any) -> Path:
+def save(store, version, *, padding=0, **rest):
     return store.commit(capture(store, state_of(version, **rest), padding=padding))
 
 
-def versions_in(path: Path, state: TrainingState) -> set[int]:
+def versions_in(path, state):
     """Return the versions found in a checkpoint's weights and states; more than one shows that versions were mixed."""
     record = np.frombuffer((path / "trainer" / "optimizer").read_bytes(), np.uint64)
     weights = BigramModel.load(path).logits

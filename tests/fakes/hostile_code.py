@@ -3,8 +3,6 @@
 The number of the case is the answer's text or the problem's id (`hostile_values.case`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from hostile_values import happen  # in the same folder, which is on the path while this file is imported

@@ -1,12 +1,8 @@
 """Structure-aware mutations of a server's JSON response: values of wrong types and sizes, and damaged bytes."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable
-from random import Random
-from typing import Any
 
 #: JSON texts that replace a node; some of them are no values that Python's own encoder would write.
 NODES = (
@@ -18,12 +14,12 @@ NODES = (
 _MARK = "\x00 the node \x00"
 
 
-def _paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def _paths(value, path=()):
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path, *(each for key, item in children for each in _paths(item, (*path, key)))]
 
 
-def _replaced(value: Any, path: tuple[Any, ...], node: str) -> str:
+def _replaced(value, path, node):
     if not path:
         return node
     value = copy.deepcopy(value)
@@ -34,7 +30,7 @@ def _replaced(value: Any, path: tuple[Any, ...], node: str) -> str:
     return json.dumps(value).replace(json.dumps(_MARK), node)
 
 
-def _without(value: Any, path: tuple[Any, ...]) -> Any:
+def _without(value, path):
     value = copy.deepcopy(value)
     place = value
     for key in path[:-1]:
@@ -43,7 +39,7 @@ def _without(value: Any, path: tuple[Any, ...]) -> Any:
     return value
 
 
-def _damaged(body: bytes, draw: Random) -> bytes:
+def _damaged(body, draw):
     at = draw.randrange(len(body) + 1)
     changes: tuple[Callable[[], bytes], ...] = (
         lambda: body[:at],
@@ -59,7 +55,7 @@ def _damaged(body: bytes, draw: Random) -> bytes:
     return draw.choice(changes)()
 
 
-def mutated(valid: Any, draw: Random) -> bytes:
+def mutated(valid, draw):
     """Return the bytes of a valid response after one or two mutations."""
     path = draw.choice(_paths(valid))
     if path and draw.random() < 0.2:

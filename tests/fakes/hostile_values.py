@@ -4,11 +4,9 @@ Each entry is a function that makes the value. `REWARDS` are the entries that ar
 other entry must mask its answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Final, final
@@ -20,10 +18,10 @@ import numpy as np
 class Raises:
     """An object all of whose methods raise what it was made with."""
 
-    def __init__(self, kind: type[BaseException]) -> None:
+    def __init__(self, kind):
         object.__setattr__(self, "_kind", kind)
 
-    def _raise(self, *_: object) -> Any:
+    def _raise(self, *_):
         raise object.__getattribute__(self, "_kind")("hostile")
 
     __repr__ = __str__ = __eq__ = __hash__ = __float__ = __bool__ = __len__ = __iter__ = __int__ = _raise  # type: ignore[assignment]
@@ -37,45 +35,45 @@ class OwnError(BaseException):
 class Unreadable(Exception):
     """An exception whose message cannot be read."""
 
-    def __str__(self) -> str:
+    def __str__(self):
         raise OwnError
 
     __repr__ = __str__
 
 
 class FloatThatRaises(float):
-    def __float__(self) -> float:
+    def __float__(self):
         raise OwnError
 
 
 class TextThatRaises(str):
-    def __getitem__(self, _: Any) -> str:
+    def __getitem__(self, _):
         raise OwnError
 
     encode = __len__ = __iter__ = __getitem__  # type: ignore[assignment]
 
 
 class LongRepr:
-    def __repr__(self) -> str:
+    def __repr__(self):
         return "x" * 10**6
 
 
-def _generator() -> Iterator[int]:
+def _generator():
     yield 1
 
 
-async def _coroutine() -> float:
+async def _coroutine():
     return 1.0
 
 
-def _nested() -> list[Any]:
+def _nested():
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
     return deep
 
 
-def _own_part() -> list[Any]:
+def _own_part():
     own: list[Any] = []
     own.append(own)
     return own
@@ -139,13 +137,13 @@ ERRORS: Final[tuple[type[BaseException], ...]] = (
 SHAPES: Final = ("value", "outcome", "reward", "reason", "answer", "parts", "part", "list", "raise", "group")
 
 
-def case(number: int) -> tuple[str, str, int]:
+def case(number):
     """Return the shape, the name of the value, and the number of the exception's type for a case of a fuzzer."""
     chosen = random.Random(number)
     return chosen.choice(SHAPES), chosen.choice(tuple(VALUES)), chosen.randrange(len(ERRORS))
 
 
-def happen(number: int) -> Any:
+def happen(number):
     """Return or raise what case `number` says; for use in the code of a user."""
     from pipelinerl.types import Outcome, Verdict
 
@@ -161,7 +159,7 @@ def happen(number: int) -> Any:
     return Verdict(**fields)
 
 
-def expected(number: int) -> float | None:
+def expected(number):
     """Return the reward of case `number` if it must have one, else None."""
     shape, name, _ = case(number)
     if shape in ("value", "reward"):
@@ -169,7 +167,7 @@ def expected(number: int) -> float | None:
     return 1.0 if shape == "reason" else None
 
 
-def must_be_masked(number: int) -> bool:
+def must_be_masked(number):
     """Return whether case `number` must not have a reward."""
     shape, name, _ = case(number)
     return shape in ("raise", "list", "outcome", "group") or (

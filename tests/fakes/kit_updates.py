@@ -1,36 +1,30 @@
 """Updates of a served engine to known weights, and transformers' results for the same weights."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import httpx
 import torch
 
 from inference_contract.conformance.session import Session
 from inference_contract.conformance.trainer import KitTrainer, digest
-from inference_contract.schemas import ChatCompletion, Choice
-from inference_contract.weights import WeightLayout
+from inference_contract.schemas import ChatCompletion
 from pipelinerl.engines.torch.weights import parameters_in
 from tests.patience import PATIENCE_S
 
 
 @contextmanager
-def opened(url: str) -> Iterator[Session]:
+def opened(url):
     """Yield a session of the conformance kit, with its trainer, for an engine with the access token `secret`."""
     with Session(url, token="secret", timeout_s=PATIENCE_S, host="127.0.0.1") as session:
         session.peer = KitTrainer(session)
         yield session
 
 
-def trainer_of(session: Session) -> KitTrainer:
+def trainer_of(session):
     assert isinstance(session.peer, KitTrainer)
     return session.peer
 
 
-def publish(session: Session, data: torch.Tensor, *, on_update: str = "continue") -> int:
+def publish(session, data, *, on_update="continue"):
     """Update the engine to the weights in `data`; return the version."""
     trainer = trainer_of(session)
     trainer.formed()
@@ -41,12 +35,12 @@ def publish(session: Session, data: torch.Tensor, *, on_update: str = "continue"
     return version
 
 
-def bytes_of(model: Any, layout: WeightLayout) -> torch.Tensor:
+def bytes_of(model, layout):
     named = dict(model.named_parameters())
     return torch.cat([named[spec.name].detach().contiguous().view(-1).view(torch.uint8) for spec in layout.parameters])
 
 
-def reference(model: Any, layout: WeightLayout, data: torch.Tensor) -> Any:
+def reference(model, layout, data):
     named = dict(model.named_parameters())
     with torch.no_grad():
         for name, values in parameters_in(data, layout):
@@ -54,18 +48,18 @@ def reference(model: Any, layout: WeightLayout, data: torch.Tensor) -> Any:
     return model
 
 
-def logprobs_of(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+def logprobs_of(model, prompt, tokens):
     """Return the log-prob of each of `tokens` after its prefix, computed by the transformers model."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
-def choices_of(answers: list[httpx.Response]) -> list[Choice]:
+def choices_of(answers):
     return [choice for answer in answers for choice in ChatCompletion.model_validate(answer.json()).choices]
 
 
-def certain_of(model: Any, layout: WeightLayout, token: int) -> torch.Tensor:
+def certain_of(model, layout, token):
     """Return weights under which `token` follows every context: the embedding is constant, and no layer changes it."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -9,15 +9,12 @@ When a pod dies, the Job's `podFailurePolicy` may fail the Job or ignore the dea
 `backoffLimit`. Unless the Job has failed, a new pod replaces the dead one.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 from urllib.request import ProxyHandler, build_opener
@@ -33,7 +30,7 @@ from tests.patience import PATIENCE_S, SOON_S
 class Pod:
     """The current pod of one Job."""
 
-    def __init__(self, kubelet: Kubelet, job: dict[str, Any], address: str) -> None:
+    def __init__(self, kubelet, job, address):
         self.kubelet = kubelet
         self.name: str = job["metadata"]["name"]
         self.spec = job["spec"]["template"]["spec"]
@@ -45,7 +42,7 @@ class Pod:
         self.ended: int | None = None
         self.process = self._start()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self):
         (container,) = self.spec["containers"]
         environment = {each["name"]: each["value"] for each in container["env"]}
         environment["PATH"] = os.environ["PATH"]
@@ -66,7 +63,7 @@ class Pod:
                 tied([*words, "--die-with-parent", "--", *command]), env=environment, stdout=out, stderr=out
             )
 
-    def node(self) -> int:
+    def node(self):
         """Return the process id of the container's command, a child of bubblewrap."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
@@ -77,11 +74,11 @@ class Pod:
             assert time.monotonic() < deadline and self.process.poll() is None, self.output.read_text()
             time.sleep(0.02)
 
-    def kill(self) -> None:
+    def kill(self):
         """Kill the pod with all its processes, as if its node lost power."""
         os.kill(self.node(), signal.SIGKILL)
 
-    def follow(self) -> None:
+    def follow(self):
         """Replace the pod if it died and the Job's rules allow it."""
         status = self.process.poll()
         if status is None or self.ended is not None:
@@ -96,14 +93,14 @@ class Pod:
         else:
             self.process = self._start()
 
-    def _action(self, status: int) -> str:
+    def _action(self, status):
         for rule in self._rules:
             codes = rule.get("onExitCodes")
             if codes and codes["operator"] == "In" and status in codes["values"]:
                 return str(rule["action"])
         return "Count"
 
-    def is_ready(self) -> bool:
+    def is_ready(self):
         """Return whether the pod's readiness probe succeeds."""
         probe = self.spec["containers"][0]["readinessProbe"]["httpGet"]
         opener = build_opener(ProxyHandler({}))
@@ -118,7 +115,7 @@ class Pod:
 class Kubelet:
     """Runs the pods of the manifests in `text`; `of_image` has the environment variables of the container image."""
 
-    def __init__(self, text: str, folder: Path, *, of_image: Mapping[str, str]) -> None:
+    def __init__(self, text, folder, *, of_image):
         if shutil.which("bwrap") is None:
             pytest.skip("pods need bubblewrap for their mounts (Debian's bubblewrap)")
         folder.mkdir()
@@ -140,23 +137,23 @@ class Kubelet:
         self.hosts_file.write_text("\n".join(lines) + "\n")
         self.pods = [Pod(self, job, address) for job, address in zip(jobs, addresses.values(), strict=True)]
 
-    def _mapped(self, each: dict[str, Any]) -> Path:
+    def _mapped(self, each):
         folder = self.folder / str(each["metadata"]["name"])
         folder.mkdir()
         for name, text in each["data"].items():
             (folder / name).write_text(text)
         return folder
 
-    def follow(self) -> bool:
+    def follow(self):
         """Update all pods; return whether every Job has ended."""
         for pod in self.pods:
             pod.follow()
         return all(pod.ended is not None for pod in self.pods)
 
-    def story(self) -> str:
+    def story(self):
         return "\n".join(f"--- {pod.name}\n{pod.output.read_text()[-3000:]}" for pod in self.pods)
 
-    def close(self) -> None:
+    def close(self):
         for pod in self.pods:
             pod.process.kill()
             pod.process.wait(PATIENCE_S)

@@ -1,24 +1,21 @@
 """Shared actions and checks for tests that change the engines of a live run with `pipelinerl engines`."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from itertools import cycle, islice, pairwise
 
 from pipelinerl.commands.remote import controller_of
 from pipelinerl.errors import UserError
-from pipelinerl.observability.status import EngineStatus, RunStatus
-from tests.fakes.live_run import LiveRun, output_of
+from pipelinerl.observability.status import RunStatus
+from tests.fakes.live_run import output_of
 from tests.patience import PATIENCE_S
 
 
-def engines(run: LiveRun, *arguments: str) -> str:
+def engines(run, *arguments):
     """Return the output of `pipelinerl engines <command> RUN …`, which must succeed."""
     command, *rest = arguments
     return output_of("engines", command, str(run.directory), *rest)
 
 
-def status(run: LiveRun) -> RunStatus:
+def status(run):
     """Return the run's status from its controller, or an empty status if no controller answers."""
     try:
         with controller_of(run.directory) as controller:
@@ -27,26 +24,24 @@ def status(run: LiveRun) -> RunStatus:
         return RunStatus(run="")
 
 
-def fleet(run: LiveRun) -> dict[str, EngineStatus]:
+def fleet(run):
     return {engine.name: engine for engine in status(run).fleet.engines}
 
 
-def until_serving(run: LiveRun, *names: str) -> None:
-    def serve(run: LiveRun) -> bool:
+def until_serving(run, *names):
+    def serve(run):
         known = fleet(run)
         return all(name in known and known[name].state == "healthy" for name in names)
 
     run.until(serve, f"{', '.join(names)} to serve")
 
 
-def until_steps(run: LiveRun, more: int) -> None:
+def until_steps(run, more):
     wanted = status(run).step + more
     run.until(lambda run: status(run).step >= wanted, f"step {wanted}")
 
 
-def swap_to_and_fro(
-    run: LiveRun, types: Sequence[str], *, times: int, engine: str = "engine-0", grace_s: float = 60.0
-) -> str:
+def swap_to_and_fro(run, types, *, times, engine="engine-0", grace_s=60.0):
     """Replace `engine`, then its replacement, and so on, `times` times in all; return the last engine's name.
 
     The replacements take their types from `types` in turn. After each swap, assert that the old process ends, and that
@@ -62,7 +57,7 @@ def swap_to_and_fro(
     return engine
 
 
-def kill_again_and_again(run: LiveRun, names: Sequence[str], *, times: int) -> None:
+def kill_again_and_again(run, names, *, times):
     """Kill the engines `names` in turn, each while it generates; after a kill, wait until the engine serves again."""
     for name in islice(cycle(names), times):
         run.until(lambda run, name=name: fleet(run)[name].running > 0, f"{name} to have work")  # type: ignore[misc]
@@ -72,12 +67,12 @@ def kill_again_and_again(run: LiveRun, names: Sequence[str], *, times: int) -> N
         until_steps(run, 1)
 
 
-def longest_stall_s(run: LiveRun) -> float:
+def longest_stall_s(run):
     """Return the longest time in seconds between two consecutive steps."""
     return max(float(b["elapsed_s"] - a["elapsed_s"]) for a, b in pairwise(run.events("step")))
 
 
-def assert_nothing_lost(run: LiveRun) -> None:
+def assert_nothing_lost(run):
     """Assert that each order ended once, none failed, and no engine served before its canary check."""
     (finished,) = run.events("run_finished")
     ledger = finished["ledger"]

@@ -4,18 +4,14 @@ Every wait has a deadline, and a failure shows the output of launcher and roles.
 process of the run is alive, even if this process is killed.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, final
+from typing import final
 
 import psutil
 from typer.testing import CliRunner
@@ -43,7 +39,7 @@ class LiveRun:
 
     launcher: subprocess.Popen[str]
 
-    def __init__(self, launcher: subprocess.Popen[str] | None, directory: Path, output: Path) -> None:
+    def __init__(self, launcher, directory, output):
         if launcher is not None:
             self.launcher = launcher
         self.directory = directory
@@ -54,40 +50,40 @@ class LiveRun:
         self._noted_at = 0.0
 
     @property
-    def output(self) -> str:
+    def output(self):
         return self._output.read_text()
 
-    def events(self, kind: str | None = None) -> list[Event]:
+    def events(self, kind=None):
         self._events += self._follower.all()
         return [event for event in self._events if kind is None or event["kind"] == kind]
 
-    def steps(self) -> list[int]:
+    def steps(self):
         """Return the numbers of the steps taken so far, in the order of the log."""
         return [event["step"] for event in self.events("step")]
 
-    def note_processes(self) -> dict[int, psutil.Process]:
+    def note_processes(self):
         """Record the current child processes of the launcher; return all processes recorded so far."""
         self._noted_at = time.monotonic()
         with suppress(psutil.NoSuchProcess):
             self.seen |= {p.pid: p for p in psutil.Process(self.launcher.pid).children(recursive=True)}
         return self.seen
 
-    def alive(self) -> list[psutil.Process]:
+    def alive(self):
         """Return the recorded processes that are alive."""
         return [p for p in self.seen.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
-    def _note_now_and_then(self) -> None:
+    def _note_now_and_then(self):
         if time.monotonic() - self._noted_at > _NOTE_EVERY_S:
             self.note_processes()
 
-    def is_gone(self) -> bool:
+    def is_gone(self):
         """Wait until every recorded process has ended; return false if one is still alive at the deadline."""
         deadline = time.monotonic() + PATIENCE_S
         while self.alive() and time.monotonic() < deadline:
             time.sleep(0.02)
         return not self.alive()
 
-    def role(self, name: str) -> psutil.Process:
+    def role(self, name):
         """Return the process of a role. The role `redis` is found by the command line of its server."""
         for process in self.note_processes().values():
             try:
@@ -99,7 +95,7 @@ class LiveRun:
                 return process
         raise AssertionError(f"{name} is not running; the launcher printed:\n{self.output}")
 
-    def until(self, reached: Callable[[LiveRun], Any], what: str, timeout_s: float = PATIENCE_S) -> None:
+    def until(self, reached, what, timeout_s=PATIENCE_S):
         """Wait until `reached` returns true; fail if the run ends earlier."""
         deadline = time.monotonic() + timeout_s
         while not reached(self):
@@ -110,11 +106,11 @@ class LiveRun:
                 raise AssertionError(f"{what} did not come within {timeout_s:g} s:\n{self.story()}")
             time.sleep(0.05)
 
-    def until_step(self, step: int, timeout_s: float = PATIENCE_S) -> None:
+    def until_step(self, step, timeout_s=PATIENCE_S):
         """Wait until the log has the step number `step` or a later step."""
         self.until(lambda run: max(run.steps(), default=0) >= step, f"step {step}", timeout_s)
 
-    def end(self, timeout_s: float = PATIENCE_S) -> int:
+    def end(self, timeout_s=PATIENCE_S):
         """Wait for the launcher; return its exit status."""
         deadline = time.monotonic() + timeout_s
         while self.launcher.poll() is None:
@@ -124,7 +120,7 @@ class LiveRun:
             time.sleep(0.05)
         return self.launcher.returncode
 
-    def story(self) -> str:
+    def story(self):
         """Return the output of launcher and roles, to explain a failure."""
         logs = sorted((self.directory / "logs").glob("*.log"))
         tails = [f"--- {log.name}\n" + "\n".join(log.read_text().splitlines()[-15:]) for log in logs]
@@ -134,13 +130,13 @@ class LiveRun:
 
 @contextmanager
 def launched(
-    arguments: Sequence[str],
-    directory: Path,
+    arguments,
+    directory,
     *,
-    through: Sequence[str] = (),
-    environment: Mapping[str, str] = MappingProxyType({}),
-    working_directory: Path | None = None,
-) -> Iterator[LiveRun]:
+    through=(),
+    environment=MappingProxyType({}),
+    working_directory=None,
+):
     """Run `pipelinerl run <arguments>`, which writes to `directory`; `through` is a command prefix."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     output = directory.parent / f"{directory.name}-{time.monotonic_ns()}.out"
@@ -167,25 +163,25 @@ def launched(
             process.kill()
 
 
-def new_run(directory: Path, *overrides: str, recipe: Path | str = "tiny") -> list[str]:
+def new_run(directory, *overrides, recipe="tiny"):
     return [str(recipe), *SMALL, f"run.directory={directory.parent}", f"run.name={directory.name}", *overrides]
 
 
-def light_run(directory: Path, *overrides: str, walking: bool = False) -> list[str]:
+def light_run(directory, *overrides, walking=False):
     """Return the arguments of a new small run with a bigram model, which is created next to `directory`."""
     return new_run(directory, *overrides, recipe=bigram_recipe(directory.parent / "bigram", walking=walking))
 
 
-def endless_run(directory: Path, *overrides: str) -> list[str]:
+def endless_run(directory, *overrides):
     """Return the arguments of a light run that continues, slowly, until it is stopped."""
     return light_run(directory, "run.steps=100000", *overrides, walking=True)
 
 
-def resumed(directory: Path) -> list[str]:
+def resumed(directory):
     return ["--resume", str(directory)]
 
 
-def output_of(*arguments: str) -> str:
+def output_of(*arguments):
     """Run a `pipelinerl` command in this process, which is faster than starting a process; return its output."""
     done = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output

@@ -1,8 +1,5 @@
 """Tiny mixture-of-experts models, whose experts differ so much that log-probs show which expert computed a token."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -10,7 +7,6 @@ from transformers import (
     AutoModelForCausalLM,
     MixtralConfig,
     OlmoeConfig,
-    PreTrainedConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
@@ -31,7 +27,7 @@ _SIZES: Final[dict[str, Any]] = {
 }
 
 
-def mixture_config(kind: str, vocab: int) -> PreTrainedConfig:
+def mixture_config(kind, vocab):
     """Return the configuration of a model of type `kind`, one of those in `models.routing.REPLAYED`."""
     sizes = {**_SIZES, "vocab_size": vocab}
     if kind == "qwen3_moe":
@@ -47,7 +43,7 @@ def mixture_config(kind: str, vocab: int) -> PreTrainedConfig:
     return MixtralConfig(**sizes, num_local_experts=ROUTING.experts, intermediate_size=24)
 
 
-def save_mixture(path: Path, kind: str = "qwen3_moe", *, vocab: int | None = None, scale: float = 5.0) -> Path:
+def save_mixture(path, kind="qwen3_moe", *, vocab=None, scale=5.0):
     """Write a random model to `path`; `scale` multiplies all its weight matrices."""
     tokenizer = char_tokenizer()
     torch.manual_seed(3)

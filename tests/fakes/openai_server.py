@@ -1,7 +1,5 @@
 """A fake third-party server of OpenAI chat completions, which knows no token ids and only OpenAI's own fields."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, final
 

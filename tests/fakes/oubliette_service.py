@@ -1,10 +1,5 @@
 """A real Oubliette service without a sandbox: it compares outputs, but rejects requests to run programs."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 from pipelinerl.plugins.oubliette.remote.service import OublietteService, create_app
 from pipelinerl.plugins.oubliette.repository import PersistentRepository, TransientRepository
 from pipelinerl.plugins.oubliette.runner import LocalRunner
@@ -12,7 +7,7 @@ from pipelinerl.plugins.oubliette.runs import Tier
 from pipelinerl.plugins.oubliette.sandbox import Isolation, Sandbox
 
 
-def application(folder: Path, *, token: str | None) -> Any:
+def application(folder, *, token):
     persistent, transient = PersistentRepository(folder), TransientRepository(1 << 20)
     sandbox = Sandbox(_no_walls, at_once=1)
     sandbox.close()
@@ -22,5 +17,5 @@ def application(folder: Path, *, token: str | None) -> Any:
     )
 
 
-def _no_walls(_: int) -> Isolation:
+def _no_walls(_):
     return Isolation(tier=Tier.DEFAULT, command=(), namespaces=True, outer_id=0, filter=b"")

@@ -4,40 +4,34 @@ The file is in the model directory. A recipe names the two as `tests.fakes.paced
 They only sleep, so a test can make engines too slow, or too many, without using a processor.
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
-from inference_contract.engine import Engine
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.worker_endpoint import endpoints_of
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.bigram.engine import BigramRunner
 from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.plugins.bigram.trainer import BigramTrainer
-from trainer_contract.types import LossStats, MicroBatch, Objective, TrainerSpec
 
 ENGINE: Final = f"{__name__}:engine"
 TRAINER: Final = f"{__name__}:PacedTrainer"
 
 
-def set_pace(model: Path, *, decode_s: float, step_s: float) -> None:
+def set_pace(model, *, decode_s, step_s):
     """Set the seconds that each decode step and each backward pass sleeps."""
     (model / "pace.new").write_text(f"{decode_s} {step_s}")
     (model / "pace.new").replace(model / "pace")
 
 
-def _pace(model: Path) -> tuple[float, float]:
+def _pace(model):
     decode_s, step_s = (model / "pace").read_text().split()
     return float(decode_s), float(step_s)
 
 
-def engine(options: EngineOptions) -> Engine:
-    def load() -> _PacedRunner:
+def engine(options):
+    def load():
         model = BigramModel.load(options.model_path)
         runner = BigramRunner(model, rows=options.slots, context_length=options.context_length)
         return _PacedRunner(runner, options.model_path)
@@ -48,13 +42,13 @@ def engine(options: EngineOptions) -> Engine:
 
 @final
 class _PacedRunner:
-    def __init__(self, runner: BigramRunner, model: Path) -> None:
+    def __init__(self, runner, model):
         self._runner, self._model = runner, model
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._runner, name)
 
-    def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
+    def decode(self, num_rows):
         time.sleep(_pace(self._model)[0])
         return self._runner.decode(num_rows)
 
@@ -63,16 +57,16 @@ class _PacedRunner:
 class PacedTrainer:
     """A `Trainer` that waits before each backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._trainer, self._model = BigramTrainer(), Path()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._trainer, name)
 
-    def init_worker(self, spec: TrainerSpec) -> None:
+    def init_worker(self, spec):
         self._model = spec.model_path
         self._trainer.init_worker(spec)
 
-    def backward(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
+    def backward(self, micro_batches, objective):
         time.sleep(_pace(self._model)[1])
         return self._trainer.backward(micro_batches, objective)

@@ -3,8 +3,6 @@
 python -m tests.fakes.parameter_server [port [place]]      prints its port, serves until it is killed
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -1,19 +1,17 @@
 """A server on a socket that sends any bytes, for responses that no HTTP library would send."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 Handler = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
-async def raw_server(handler: Handler) -> AsyncIterator[str]:
+async def raw_server(handler):
     """Serve on loopback and yield the URL; `handler` gets each request's head and writes what is sent back."""
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(reader, writer):
         with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -30,17 +28,17 @@ async def raw_server(handler: Handler) -> AsyncIterator[str]:
         server.close()
 
 
-def response(body: bytes, *, status: int = 200, **headers: str) -> bytes:
+def response(body, *, status=200, **headers):
     """Return the bytes of a response; underscores in the names of headers become hyphens."""
     fields = {"content-length": str(len(body)), **{name.replace("_", "-"): value for name, value in headers.items()}}
     lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     return f"HTTP/1.1 {status} x\r\n{lines}\r\n".encode() + body
 
 
-def sending(content: bytes) -> Handler:
+def sending(content):
     """Return a handler that answers every request with these bytes."""
 
-    async def send(head: bytes, writer: asyncio.StreamWriter) -> None:
+    async def send(head, writer):
         writer.write(content)
 
     return send

@@ -3,12 +3,9 @@
 Ray leaves threads behind, so the cluster has a process of its own, which ends with the test.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
@@ -43,14 +40,14 @@ class RayCluster:
     environment: dict[str, str]
     process: subprocess.Popen[str]
 
-    def lose(self) -> None:
+    def lose(self):
         self._do("lose")
 
-    def replace(self) -> None:
+    def replace(self):
         """Add a new node with the resources of the lost node."""
         self._do("replace")
 
-    def _do(self, word: str) -> None:
+    def _do(self, word):
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{word}\n")
         self.process.stdin.flush()
@@ -58,7 +55,7 @@ class RayCluster:
 
 
 @contextmanager
-def ray_cluster() -> Iterator[RayCluster]:
+def ray_cluster():
     """Yield a cluster for the block; if Ray is not installed, skip the test with that reason."""
     pytest.importorskip("ray", reason="Ray is not installed (extra ray)")
     with TemporaryDirectory(prefix="ray-") as short:  # paths of Ray's sockets have at most 107 characters

@@ -1,8 +1,5 @@
 """Rollout groups for tests that need no real streams or engines."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,15 +9,15 @@ from pipelinerl.types import ROOT, Outcome, Rollout, RolloutGroup, Turn, TurnNot
 
 def rollout(
     *,
-    reward: float = 1.0,
-    prompt: Sequence[int] = (1, 2),
-    sampled: Sequence[int] = (3, 4),
-    spans: Sequence[tuple[int, int]] | None = None,
-    version: int = 0,
-    epoch: int = 1,
-    outcome: Outcome | None = None,
-    logprob: float = -0.5,
-) -> Rollout:
+    reward=1.0,
+    prompt=(1, 2),
+    sampled=(3, 4),
+    spans=None,
+    version=0,
+    epoch=1,
+    outcome=None,
+    logprob=-0.5,
+):
     """Return a single-turn rollout; by default all its tokens come from `version`."""
     judged = Outcome.CORRECT if reward > 0 else Outcome.WRONG
     turn = Turn(
@@ -38,7 +35,7 @@ def rollout(
     )
 
 
-def group(index: int, rewards: Sequence[float] = (0.0, 1.0), *, version: int = 0, epoch: int = 1) -> RolloutGroup:
+def group(index, rewards=(0.0, 1.0), *, version=0, epoch=1):
     """Return a group whose rollouts earned `rewards`."""
     return RolloutGroup(
         group_id=f"prompt-{index:06d}",
@@ -50,14 +47,14 @@ def group(index: int, rewards: Sequence[float] = (0.0, 1.0), *, version: int = 0
 
 
 def episode(
-    turns: Sequence[tuple[Sequence[int], Sequence[int]]],
-    parents: Sequence[int] = (),
+    turns,
+    parents=(),
     *,
-    reward: float = 1.0,
-    rewards: Sequence[float] = (),
-    versions: Sequence[int] = (),
-    logprob: float = -0.5,
-) -> Rollout:
+    reward=1.0,
+    rewards=(),
+    versions=(),
+    logprob=-0.5,
+):
     """Return a rollout of several turns, each given as (context, sampled tokens); `versions` has one per turn."""
     made = []
     for number, (context, sampled) in enumerate(turns):
@@ -68,7 +65,7 @@ def episode(
     return replace(rollout(reward=reward), turns=tuple(made), parents=tuple(parents))
 
 
-def as_roots(one: Rollout) -> Rollout:
+def as_roots(one):
     """Return the rollout with each turn as a conversation of its own, whose context repeats all earlier tokens."""
     turns = list[Turn]()
     for number, turn in enumerate(one.turns):

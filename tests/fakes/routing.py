@@ -1,17 +1,13 @@
 """Rollouts with routed experts: for each token, the experts that computed it."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
 
 from pipelinerl.rng import generator
-from pipelinerl.types import RolloutGroup, Turn
 from tests.fakes.rollouts import group
 from trainer_contract.types import RoutingShape
 
 
-def routed(turn: Turn, *, layers: int = 2, top_k: int = 2, experts: int = 4, seed: int = 0) -> Turn:
+def routed(turn, *, layers=2, top_k=2, experts=4, seed=0):
     """Return a copy of `turn` with random routed experts for all its tokens."""
     draw, dtype = generator(seed, "routing"), RoutingShape(layers, experts, top_k).dtype
     return replace(
@@ -21,9 +17,7 @@ def routed(turn: Turn, *, layers: int = 2, top_k: int = 2, experts: int = 4, see
     )
 
 
-def routed_group(
-    index: int, rewards: Sequence[float] = (0.0, 1.0), *, layers: int = 2, top_k: int = 2, experts: int = 4
-) -> RolloutGroup:
+def routed_group(index, rewards=(0.0, 1.0), *, layers=2, top_k=2, experts=4):
     """Return a group in which every rollout has different random routed experts."""
     bare = group(index, rewards)
     return replace(

@@ -5,8 +5,6 @@
 Controller, actor, engine, broadcast and training loop are real; only the streams are in memory. Prints one JSON object.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
@@ -14,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.giving_up import waiting_for
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
@@ -43,7 +40,7 @@ class Disk:
     made: int = 0
     is_full: bool = False
 
-    def look(self, controller: Controller) -> bool:
+    def look(self, controller):
         """Fill the disk after a new checkpoint, or free it if the trainer is paused; return False to continue."""
         state = controller.state
         newest = max((int(path.name[5:]) for path in self.store.all()), default=0)
@@ -61,7 +58,7 @@ class Disk:
         return False
 
 
-def damage(path: Path) -> CheckpointError | None:
+def damage(path):
     """Return the error that loading the checkpoint raises, or None if it loads."""
     try:
         load(path)
@@ -70,7 +67,7 @@ def damage(path: Path) -> CheckpointError | None:
     return None
 
 
-async def main(directory: Path, rounds: int) -> dict[str, Any]:
+async def main(directory, rounds):
     model = model_in(directory / "model")
     controller = new_controller(steps=10 * (rounds + 2))
     # With a low learning rate, the answers of a group still differ at the end; equal answers would be filtered.

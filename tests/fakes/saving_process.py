@@ -6,8 +6,6 @@
 A test kills hundreds of children; forking saves each of them a second of imports.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -21,7 +19,7 @@ from tests.fakes.checkpoints import model_directory, save
 PADDING = 2**18
 
 
-def store_in(directory: Path) -> tuple[CheckpointStore, CheckpointCopies]:
+def store_in(directory):
     """Return the checkpoint store of a run in `directory`, and the store of its copies in `directory/location`."""
     (directory / "recipe.toml").touch()
     copies = CheckpointCopies(
@@ -31,7 +29,7 @@ def store_in(directory: Path) -> tuple[CheckpointStore, CheckpointCopies]:
     return store, copies
 
 
-def save_on(directory: Path) -> None:
+def save_on(directory):
     """Save one checkpoint after another, without end, beginning after the newest one in the directory."""
     store, _ = store_in(directory)
     found = store.latest()
@@ -41,7 +39,7 @@ def save_on(directory: Path) -> None:
         store.copy(save(store, version, padding=PADDING))
 
 
-def main() -> None:
+def main():
     directory = Path(sys.argv[1])
     model_directory(directory / "model")
     for _ in sys.stdin:

@@ -8,15 +8,12 @@ engine without a fault, and reject it with any fault.
     python -m tests.fakes.scripted_engine [fault [step_s]]      prints its port, serves until it is killed
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
@@ -28,7 +25,6 @@ from inference_contract.schemas import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionRequest,
-    ChatMessage,
     Choice,
     ChoiceLogprobs,
     ChunkChoice,
@@ -43,17 +39,13 @@ from inference_contract.schemas import (
     TopLogprob,
     Usage,
 )
-from inference_contract.tools import FunctionCallDelta, ToolCall, ToolCallDelta, ToolDefinition
+from inference_contract.tools import FunctionCallDelta, ToolCall, ToolCallDelta
 from inference_contract.weights import (
     DType,
-    InitProcessGroupRequest,
     OnUpdate,
     ParameterSpec,
-    ProcessGroupStatus,
     UpdatePhase,
     WeightLayout,
-    WeightUpdateRequest,
-    WeightUpdateResponse,
 )
 from pipelinerl import rng
 from pipelinerl.engines.http.server import create_app
@@ -62,7 +54,7 @@ from pipelinerl.errors import UpdateError
 from pipelinerl.plugins.parameter_server.download import WeightPuller
 from pipelinerl.system.http_service import listen, serve
 from pipelinerl.weights.layout import converted_by
-from pipelinerl.weights.pull import PullOrder, Shard
+from pipelinerl.weights.pull import Shard
 from tests.fakes.scripted_faults import Fault
 
 VOCAB = 32
@@ -92,7 +84,7 @@ class _Sample:
     prefix: list[int] = field(default_factory=list)
     fault: Fault = Fault.NONE
 
-    def text(self, stops: tuple[str, ...]) -> tuple[str, bool]:
+    def text(self, stops):
         """Return the sample's text, and whether a stop string ended it."""
         before = [] if self.fault is Fault.STOPS_IN_NEW_TEXT_ONLY else self.prefix
         whole = "".join(chr(97 + token) for token in [*before, *self.tokens] if token)
@@ -104,11 +96,11 @@ class _Sample:
 class _Pull:
     """A `PullSource` that pulls weights correctly, or breaks one promise as the fault says."""
 
-    def __init__(self, fault: Fault, token: str | None) -> None:
+    def __init__(self, fault, token):
         self._fault = fault
         self._puller = WeightPuller(token=None if fault is Fault.PULLS_WITHOUT_TOKEN else token)
 
-    def fetch(self, order: PullOrder, *, into: Any, on_progress: Callable[[int], None]) -> str:
+    def fetch(self, order, *, into, on_progress):
         if self._fault is Fault.PULLS_FROM_FIRST_ONLY:
             order = replace(order, shards=tuple(replace(one, sources=one.sources[:1]) for one in order.shards))
         if self._fault is Fault.PULLS_FIRST_SHARD:
@@ -131,7 +123,7 @@ class _Pull:
 class ScriptedEngine:
     """Satisfies `Engine`, and also `WeightTarget`, so that the real `WeightReceiver` can update its weights."""
 
-    def __init__(self, fault: Fault = Fault.NONE, *, step_s: float = 0.0005, token: str | None = None) -> None:
+    def __init__(self, fault=Fault.NONE, *, step_s=0.0005, token=None):
         self._fault = fault
         self._token = token
         self._step_s = step_s
@@ -148,27 +140,27 @@ class ScriptedEngine:
         self._receiver: WeightReceiver
 
     @staticmethod
-    def _initial() -> Any:
+    def _initial():
         return rng.generator(0, "scripted").normal(size=LAYOUT.num_bytes // 4).astype(np.float32).view(np.uint8)
 
     # --- weights -------------------------------------------------------------------------------------------------
 
     @property
-    def layout(self) -> WeightLayout:
+    def layout(self):
         return LAYOUT
 
-    def staging(self) -> Any:
+    def staging(self):
         return self._buffers[0 if self._fault is Fault.SERVES_STAGED else 1]
 
-    def finish_staging(self) -> None:
+    def finish_staging(self):
         if self._fault is Fault.REINTERPRETS and self._receiver._wire not in (None, LAYOUT):
             sent = self._receiver._unconverted
             self._buffers[1][: len(sent)] = sent
 
-    def serving(self) -> tuple[int, int]:
+    def serving(self):
         return self._serving
 
-    async def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> float:
+    async def commit(self, *, version, epoch, on_update):
         if on_update is OnUpdate.ABORT:
             self._aborts += 1
         if on_update is OnUpdate.DRAIN and self._fault is not Fault.IGNORES_DRAIN:
@@ -181,7 +173,7 @@ class ScriptedEngine:
         self._serving = (epoch, version)
         return 0.0
 
-    async def init_process_group(self, request: InitProcessGroupRequest) -> ProcessGroupStatus:
+    async def init_process_group(self, request):
         if self._fault is Fault.LEAVES_FOR_ANY_JOIN and request.world_size > 2:
             await self._receiver.close()
         if self._fault is Fault.LOWER_GENERATION and self._receiver._member._membership is not None:
@@ -190,17 +182,17 @@ class ScriptedEngine:
                 request = known
         return await self._receiver.init_process_group(request)
 
-    async def request_weight_update(self, request: WeightUpdateRequest) -> WeightUpdateResponse:
+    async def request_weight_update(self, request):
         if self._fault is Fault.ACCEPTS_ANY_LAYOUT and request.layout is not None:
             request = request.model_copy(update={"layout": LAYOUT})
         if self._fault is Fault.ACCEPTS_OLDER and request.phase is UpdatePhase.PREPARE:
             self._serving = min(self._serving, (request.epoch, request.version - 1))
         update = self._receiver._update
         if self._fault is Fault.IGNORES_DIGEST and request.phase is UpdatePhase.COMMIT and update is not None:
-            while not update.arrival.received.done():
+            while not update.incoming.received.done():
                 await asyncio.sleep(0.001)
-            if not update.arrival.failed:
-                request = request.model_copy(update={"digest": update.arrival.received.result().digest})
+            if not update.incoming.failed:
+                request = request.model_copy(update={"digest": update.incoming.received.result().digest})
         if self._fault is Fault.REPREPARES and request.phase is UpdatePhase.PREPARE and update is not None:
             request = update.request if not update.replaceable else request
         if self._fault is Fault.COMMITS_ON_ABORT and request.phase is UpdatePhase.ABORT:
@@ -209,7 +201,7 @@ class ScriptedEngine:
 
     # --- generation ----------------------------------------------------------------------------------------------
 
-    def _samples(self, request: ChatCompletionRequest) -> tuple[list[int], list[_Sample], int]:
+    def _samples(self, request):
         if request.model not in (None, MODEL, "scripted" if self._fault is not Fault.WANTS_WHOLE_NAME else None):
             raise UnknownModel(f"this engine serves {MODEL!r}, got {request.model!r}", param="model")
         if request.response_format is not None and self._fault is not Fault.ANSWERS_FREELY:
@@ -239,7 +231,7 @@ class ScriptedEngine:
             seed += len(prefixes) - 1 - prefixes[-1].index
         return prompt, [self._begun(request, prompt, prefix, seed, limit) for prefix in prefixes], limit
 
-    def _rendered(self, request: ChatCompletionRequest) -> list[int]:
+    def _rendered(self, request):
         """Return the prompt's tokens: the tools' descriptions, then the messages; token 0 ends an answer."""
         if request.prompt and self._fault is not Fault.IGNORES_TEXT:
             return _encoded(request.prompt)
@@ -259,7 +251,7 @@ class ScriptedEngine:
         closing = [0] if ends and self._fault is not Fault.FORGETS_END_OF_TURN else []
         return [*known, *closing, *(token for turn in turns[first_new:] for token in turn)]
 
-    def _turn(self, message: ChatMessage) -> list[int]:
+    def _turn(self, message):
         if message.role == "tool" and self._fault is Fault.DROPS_TOOL_RESULTS:
             return []
         text = message.content
@@ -272,25 +264,23 @@ class ScriptedEngine:
             tokens += written
         return [*tokens, 0] if message.role == "assistant" else tokens
 
-    def _offered(self, request: ChatCompletionRequest) -> Sequence[ToolDefinition]:
+    def _offered(self, request):
         is_off = request.tool_choice == "none" or self._fault is Fault.DROPS_TOOLS
         return () if is_off else request.tools or ()
 
-    def _message(self, request: ChatCompletionRequest, sample: _Sample) -> AssistantMessage:
+    def _message(self, request, sample):
         tokens = tuple(token for token in [*sample.prefix, *sample.tokens] if token)
         call = self._calls.get(tokens) if self._offered(request) or self._fault is Fault.CALLS_UNOFFERED else None
         if call is None or self._fault is Fault.LEAVES_CALLS_IN_TEXT:
             return AssistantMessage(content=sample.text(request.stop_strings)[0])
         return AssistantMessage(content="", tool_calls=[call])
 
-    def _reason(self, request: ChatCompletionRequest, sample: _Sample) -> FinishReason:
+    def _reason(self, request, sample):
         reason = sample.reason or FinishReason.ABORT
         calls = reason is FinishReason.STOP and self._message(request, sample).tool_calls
         return FinishReason.TOOL_CALLS if calls and self._fault is not Fault.STOPS_AFTER_CALLS else reason
 
-    def _begun(
-        self, request: ChatCompletionRequest, prompt: list[int], prefix: AnswerPrefix, seed: int, limit: int
-    ) -> _Sample:
+    def _begun(self, request, prompt, prefix, seed, limit):
         index, given = prefix.index, prefix.token_ids
         if self._fault is Fault.WRAPS_UNKNOWN_PREFIX:
             given = [token % VOCAB for token in given]
@@ -306,7 +296,7 @@ class ScriptedEngine:
             raise InvalidRequest(f"sample {index} has ended", param="prefixes")
         return sample
 
-    def _step(self, request: ChatCompletionRequest, sample: _Sample, limit: int) -> None:
+    def _step(self, request, sample, limit):
         weights = self._buffers[0].view(np.float32)
         logits = weights[: VOCAB * VOCAB].reshape(VOCAB, VOCAB)[sample.last] + weights[VOCAB * VOCAB :]
         scaled = self._changed(request, sample, logits.astype(np.float64)) / (request.temperature or 1.0)
@@ -339,7 +329,7 @@ class ScriptedEngine:
         elif len(sample.tokens) + (self._fault is not Fault.COUNTS_LIMIT_ANEW) * len(sample.prefix) >= limit:
             sample.reason = FinishReason.LENGTH
 
-    def _changed(self, request: ChatCompletionRequest, sample: _Sample, logits: Any) -> Any:
+    def _changed(self, request, sample, logits):
         for token, bias in (request.logit_bias or {}).items():
             if token >= VOCAB:
                 raise InvalidRequest("no such token", param="logit_bias")
@@ -348,7 +338,7 @@ class ScriptedEngine:
             logits[token] -= request.presence_penalty + sample.tokens.count(token) * request.frequency_penalty
         return logits
 
-    async def _steps(self, request: ChatCompletionRequest, samples: list[_Sample], limit: int) -> AsyncIterator[None]:
+    async def _steps(self, request, samples, limit):
         await self._admits.wait()
         aborts = self._aborts
         self._running += 1
@@ -366,11 +356,11 @@ class ScriptedEngine:
             self._running -= 1
             self._running_sequences -= len(samples)
 
-    async def _rest(self, request: ChatCompletionRequest, samples: list[_Sample], limit: int) -> None:
+    async def _rest(self, request, samples, limit):
         async for _ in self._steps(request, samples, limit):
             pass
 
-    def _spans(self, versions: list[int], start: int = 0) -> list[tuple[int, int]]:
+    def _spans(self, versions, start=0):
         if self._fault in (Fault.ONE_SPAN, Fault.NEWEST_SPAN) and versions:
             versions = [versions[0 if self._fault is Fault.ONE_SPAN else -1]] * len(versions)
         spans: list[tuple[int, int]] = []
@@ -381,7 +371,7 @@ class ScriptedEngine:
                 spans.append((version, 1))
         return spans
 
-    def _logprobs(self, sample: _Sample, start: int = 0) -> ChoiceLogprobs:
+    def _logprobs(self, sample, start=0):
         rows = zip(sample.tokens[start:], sample.logprobs[start:], sample.top[start:], strict=True)
         return ChoiceLogprobs(
             content=[
@@ -394,16 +384,16 @@ class ScriptedEngine:
             ]
         )
 
-    def _routed(self, request: ChatCompletionRequest, tokens: list[int]) -> RoutedExperts | None:
+    def _routed(self, request, tokens):
         """Return the routing of one layer with one expert for each token: expert i computes token i."""
         if not request.return_routed_experts or self._fault is Fault.FORGETS_ROUTING:
             return None
         return RoutedExperts.of("uint8", (len(tokens), 1, 1), bytes(tokens))
 
-    def _told(self, sample: _Sample) -> list[int]:
+    def _told(self, sample):
         return [*sample.prefix, *sample.tokens] if self._fault is Fault.REPEATS_PREFIX else sample.tokens
 
-    async def complete(self, request: ChatCompletionRequest) -> ChatCompletion:
+    async def complete(self, request):
         prompt, samples, limit = self._samples(request)
         epoch, version = self._serving
         await self._rest(request, samples, limit)
@@ -438,7 +428,7 @@ class ScriptedEngine:
             epoch=epoch,
         )
 
-    def _scored(self, request: ChatCompletionRequest, prompt: list[int]) -> list[float]:
+    def _scored(self, request, prompt):
         weights = self._buffers[0].view(np.float32)
         before = prompt[1:] if self._fault is Fault.SHIFTS_PROMPT_LOGPROBS else prompt[:-1]
         logits = weights[: VOCAB * VOCAB].reshape(VOCAB, VOCAB)[before] + weights[VOCAB * VOCAB :]
@@ -446,7 +436,7 @@ class ScriptedEngine:
         logp = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
         return [0.0, *logp[np.arange(len(before)), prompt[1:]].tolist()]
 
-    async def stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
+    async def stream(self, request):
         prompt, samples, limit = self._samples(request)
         if self._fault is Fault.STREAM_DIFFERS:
             for sample in samples:
@@ -472,7 +462,7 @@ class ScriptedEngine:
             usage = Usage(prompt_tokens=len(prompt), completion_tokens=total, total_tokens=len(prompt) + total)
             yield self._chunk([], epoch, usage)
 
-    def _part(self, request: ChatCompletionRequest, sample: _Sample) -> ChunkChoice:
+    def _part(self, request, sample):
         start, sample.shown = sample.shown, len(sample.tokens)
         ids = request.return_token_ids
         # With stop strings, text is sent only at the end, because a stop string may take back text already decoded.
@@ -488,7 +478,7 @@ class ScriptedEngine:
             routed_experts=self._routed(request, [sample.before, *sample.tokens][start:-1]),
         )
 
-    def _end(self, request: ChatCompletionRequest, sample: _Sample) -> ChunkChoice:
+    def _end(self, request, sample):
         sample.told_end = True
         late = (request.stop_strings or sample.prefix) and self._fault is not Fault.STREAMS_STOP_STRING
         message = self._message(request, sample)
@@ -500,15 +490,7 @@ class ScriptedEngine:
         delta = Delta(content=message.content if late else None, tool_calls=calls or None)
         return ChunkChoice(index=sample.index, delta=delta, finish_reason=self._reason(request, sample))
 
-    def _chunk(
-        self,
-        parts: list[ChunkChoice],
-        epoch: int,
-        usage: Usage | None = None,
-        *,
-        opening: list[int] | None = None,
-        routed: RoutedExperts | None = None,
-    ) -> ChatCompletionChunk:
+    def _chunk(self, parts, epoch, usage=None, *, opening=None, routed=None):
         return ChatCompletionChunk(
             id="scripted-1",
             created=0,
@@ -523,13 +505,13 @@ class ScriptedEngine:
 
     # --- state ---------------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
+    async def start(self):
         self._receiver = WeightReceiver(self, pull=_Pull(self._fault, self._token))
 
-    async def close(self) -> None:
+    async def close(self):
         await self._receiver.close()
 
-    def model_card(self) -> ModelCard:
+    def model_card(self):
         epoch, version = self._serving
         return ModelCard(
             id=MODEL,
@@ -542,7 +524,7 @@ class ScriptedEngine:
             digest=self._receiver.digest,
         )
 
-    def health(self) -> Health:
+    def health(self):
         return Health(
             state=EngineState.READY,
             model_version=self._serving[1],
@@ -550,42 +532,40 @@ class ScriptedEngine:
             continuation=Continuation.SAME_NOISE,
         )
 
-    def metrics(self) -> EngineMetrics:
+    def metrics(self):
         epoch, version = self._serving
         running = self._running_sequences
         return EngineMetrics(running_sequences=running, model_version=version, epoch=epoch, **self._counts)
 
 
-def _encoded(text: str) -> list[int]:
+def _encoded(text):
     return [1 + ord(char) % (VOCAB - 1) for char in text]
 
 
-def _without_halves(body: dict[str, Any]) -> dict[str, Any]:
-    halves = {"continue_token_ids", "continue_from"} - body.keys()
-    return {name: value for name, value in body.items() if not halves or not name.startswith("continue_")}
-
-
-def _known_fields(body: dict[str, Any]) -> dict[str, Any]:
-    return {name: body[name] for name in body if name in ChatCompletionRequest.model_fields}
-
-
-def _refused_defaults(body: dict[str, Any]) -> dict[str, Any]:
-    return body | {f"{name}_": value for name, value in body.items() if value is None}
-
-
-def _clamped_top_k(body: dict[str, Any]) -> dict[str, Any]:
-    return body | {"top_k": min(body["top_k"], VOCAB)}
+#: How a fault in validation changes the body of a chat request before it is validated.
+MENDS = {
+    Fault.DROPS_UNKNOWN_FIELDS: lambda body: {
+        name: value for name, value in body.items() if name in ChatCompletionRequest.model_fields
+    },
+    Fault.REFUSES_DEFAULTS: lambda body: body | {f"{name}_": value for name, value in body.items() if value is None},
+    Fault.TAKES_HALF_A_CONTINUATION: lambda body: {
+        name: value
+        for name, value in body.items()
+        if not name.startswith("continue_") or {"continue_token_ids", "continue_from"} <= body.keys()
+    },
+    Fault.CLAMPS_TOP_K: lambda body: body | {"top_k": min(body["top_k"], VOCAB)},
+}
 
 
 class Forgives:
-    """ASGI wrapper for faults in validation: `mends` turns invalid chat requests into valid ones before validation."""
+    """ASGI wrapper that applies one of `MENDS` to chat requests."""
 
-    def __init__(self, app: Any, mends: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    def __init__(self, app, mends):
         self._app = app
         self._mends = mends
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def stripped() -> Any:
+    async def __call__(self, scope, receive, send):
+        async def stripped():
             message = await receive()
             try:
                 mended = self._mends(json.loads(message["body"]))
@@ -597,16 +577,10 @@ class Forgives:
         await self._app(scope, stripped if chat else receive, send)
 
 
-def application(fault: Fault = Fault.NONE, *, token: str | None = None, step_s: float = 0.0005) -> Any:
+def application(fault=Fault.NONE, *, token=None, step_s=0.0005):
     app = create_app(ScriptedEngine(fault, step_s=step_s, token=token), token=token)
-    if fault is Fault.DROPS_UNKNOWN_FIELDS:
-        app.add_middleware(Forgives, mends=_known_fields)
-    if fault is Fault.REFUSES_DEFAULTS:
-        app.add_middleware(Forgives, mends=_refused_defaults)
-    if fault is Fault.TAKES_HALF_A_CONTINUATION:
-        app.add_middleware(Forgives, mends=_without_halves)
-    if fault is Fault.CLAMPS_TOP_K:
-        app.add_middleware(Forgives, mends=_clamped_top_k)
+    if fault in MENDS:
+        app.add_middleware(Forgives, mends=MENDS[fault])
     return app
 
 

@@ -5,8 +5,6 @@ are lines with the mark that the system message names. If that message names no 
 text counts as fenced. An `ECHO` judge repeats the answer before its score. `OpenAIFake` can serve it over HTTP.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from enum import Enum

@@ -1,16 +1,12 @@
 """Servers behind real HTTP on loopback, on a thread of this process or in a process that can be killed."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
 
 import httpx
 import uvicorn
@@ -20,7 +16,7 @@ from tests.patience import PATIENCE_S
 
 
 @contextmanager
-def in_thread(app: Any, *, starts_in_s: float = PATIENCE_S) -> Iterator[str]:
+def in_thread(app, *, starts_in_s=PATIENCE_S):
     """Serve `app` on a thread and yield its base URL; stop the server at the end of the block."""
     listener = listen("127.0.0.1", 0)
     config, over = config_of(app), Future[None]()
@@ -43,7 +39,7 @@ def in_thread(app: Any, *, starts_in_s: float = PATIENCE_S) -> Iterator[str]:
 
 
 @contextmanager
-def as_process(module: str, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def as_process(module, *arguments):
     """Run `python -m module`, which prints its port; yield its base URL and process; kill it when the block ends."""
     process = subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True)
     try:

@@ -7,8 +7,6 @@ unknown fields, has one rank, and recomputes every sample at each step, so that 
 `test_stock_servers` verifies it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -4,14 +4,11 @@ Debian's slurmctld, slurmd and munged write to a folder of the test and use free
 children of the test, and are killed when it ends.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +56,7 @@ class SlurmCluster:
     folder: Path
     environment: dict[str, str]
 
-    def run(self, *words: str) -> str:
+    def run(self, *words):
         """Run a command, such as `squeue`; return its output."""
         done = subprocess.run(
             words, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
@@ -67,18 +64,18 @@ class SlurmCluster:
         assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}\n{self.logs()}"
         return done.stdout
 
-    def state(self, job: str) -> str:
+    def state(self, job):
         """Return a job's state, such as RUNNING or COMPLETED."""
         shown = self.run("scontrol", "--oneliner", "show", "job", job)
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)["JobState"]
 
-    def logs(self) -> str:
+    def logs(self):
         logs = sorted(self.folder.glob("*.log"))
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
 
 
 @contextmanager
-def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
+def slurm_cluster(folder):
     """Yield a running cluster, which ends with the block; skip the test if this machine cannot run Slurm."""
     missing = [name for name in ("slurmctld", "slurmd", "munged", "sbatch", "srun") if shutil.which(name) is None]
     if missing:
@@ -110,7 +107,7 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
             _until(made, lambda: _jobs(made) == "", "the end of all jobs")
 
 
-def _idle(cluster: SlurmCluster) -> int:
+def _idle(cluster):
     words = ["sinfo", "--noheader", "--Node", "--format=%T"]
     done = subprocess.run(
         words, env=cluster.environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
@@ -118,7 +115,7 @@ def _idle(cluster: SlurmCluster) -> int:
     return done.stdout.split().count("idle")
 
 
-def _jobs(cluster: SlurmCluster) -> str:
+def _jobs(cluster):
     words = ["squeue", "--noheader"]
     done = subprocess.run(
         words, env=cluster.environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
@@ -126,14 +123,14 @@ def _jobs(cluster: SlurmCluster) -> str:
     return done.stdout.strip()
 
 
-def _daemon(stack: ExitStack, cluster: SlurmCluster, words: list[str]) -> None:
+def _daemon(stack, cluster, words):
     with (cluster.folder / f"{words[0]}-{len(list(cluster.folder.glob('*.out')))}.out").open("wb") as out:
         process = subprocess.Popen(tied(words), env=cluster.environment, stdout=out, stderr=out)
     stack.callback(process.wait, PATIENCE_S)
     stack.callback(process.kill)
 
 
-def _until(cluster: SlurmCluster, reached: object, what: str) -> None:
+def _until(cluster, reached, what):
     assert callable(reached)
     deadline = time.monotonic() + PATIENCE_S
     while not reached():

@@ -3,23 +3,20 @@
 A process started with the prefix `command(place)` has such a disk at `place`, and may call `fill` and `free`.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
-from pathlib import Path
 
 _BALLAST = "ballast"
 
 
-def command(place: Path, *, size: str) -> list[str]:
+def command(place, *, size):
     """Return a command prefix that mounts a new private tmpfs at `place`."""
     private = ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "--mount", "--user", "--map-root-user"]
     mount = f'mount -t tmpfs -o size={size} none "$0" && exec "$@"'
     return [*private, "sh", "-c", mount, str(place)]
 
 
-def why_not(place: Path) -> str:
+def why_not(place):
     """Return the reason why this machine cannot mount such a disk, or "" if it can."""
     place.mkdir(parents=True, exist_ok=True)
     try:
@@ -29,7 +26,7 @@ def why_not(place: Path) -> str:
     return tried.stderr.strip() if tried.returncode else ""
 
 
-def fill(place: Path) -> None:
+def fill(place):
     with (place / _BALLAST).open("ab", buffering=0) as file:
         try:
             while True:
@@ -38,5 +35,5 @@ def fill(place: Path) -> None:
             pass
 
 
-def free(place: Path) -> None:
+def free(place):
     (place / _BALLAST).unlink()

@@ -1,11 +1,7 @@
 """A real checkpoint in which one token has a NaN embedding, and how engines must treat prompts with it."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -13,14 +9,13 @@ from transformers import AutoModelForCausalLM
 from inference_contract.errors import NotFinite
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, EngineState
 from inference_contract.weights import OnUpdate
-from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from tests.patience import PATIENCE_S
 
 #: Id of the token whose embedding is NaN.
 SPOILED: Final = 8
 
 
-def untied(source: Path, target: Path) -> None:
+def untied(source, target):
     """Write the model in `source` to `target`, with an output layer that does not share the embedding."""
     model = AutoModelForCausalLM.from_pretrained(source)
     model.config.tie_word_embeddings = False
@@ -28,7 +23,7 @@ def untied(source: Path, target: Path) -> None:
     model.save_pretrained(target)
 
 
-async def spoil(engine: BatchingEngine, path: Path, as_bytes: Callable[[torch.nn.Module], Any]) -> None:
+async def spoil(engine, path, as_bytes):
     """Update an engine of the `untied` model to weights with a NaN embedding for `SPOILED`.
 
     With these weights, exactly the positions that attend to that token become NaN. They are sent as an update, because
@@ -42,10 +37,10 @@ async def spoil(engine: BatchingEngine, path: Path, as_bytes: Callable[[torch.nn
     await engine.commit(version=1, epoch=0, on_update=OnUpdate.CONTINUE)
 
 
-async def refuses_alone(engine: BatchingEngine) -> None:
+async def refuses_alone(engine):
     """Assert that prompts with `SPOILED` are rejected, and other prompts unaffected, also later in the same slot."""
 
-    def ask(*prompt: int) -> ChatCompletionRequest:
+    def ask(*prompt):
         return ChatCompletionRequest(prompt_token_ids=[*prompt], max_tokens=8, seed=1, return_token_ids=True)
 
     healthy, spoiled = [ask(9, 10), ask(11, 12)], ask(9, SPOILED, 10, 11, 12, 13, 14)

@@ -1,7 +1,5 @@
 """A stock vLLM server, started as users do, with options for a small machine."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`TalkingSampler`: a `Sampler` that answers conversations by a script, with real tokens of a real tokenizer."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache, partial
@@ -25,12 +23,12 @@ Script = Callable[[Sequence[ChatMessage]], str]
 
 
 @cache
-def tokenizer() -> ChatTokenizer:
+def tokenizer():
     made = char_tokenizer()
     return ChatTokenizer(made, {made.eos_token_id})
 
 
-def order(index: int = 0, *, samples: int = 1, max_tokens: int = 16, truth: str = "b") -> PromptOrder:
+def order(index=0, *, samples=1, max_tokens=16, truth="b"):
     problem = Problem(problem_id=f"p{index}", domain="talk", messages=(Message("user", "hello"),), ground_truth=truth)
     return PromptOrder(
         order_id=f"prompt-{index:06d}",
@@ -49,7 +47,7 @@ class TalkingSampler:
     Text is reported character by character; `between_pieces` is awaited after each.
     """
 
-    def __init__(self, script: Script = lambda messages: "a") -> None:
+    def __init__(self, script=lambda messages: "a"):
         self.script = script
         self.requests: list[ChatCompletionRequest] = []
         self.cancelled = 0
@@ -59,13 +57,13 @@ class TalkingSampler:
 
     async def complete(
         self,
-        request: ChatCompletionRequest,
+        request,
         *,
-        begun: Callable[[], None] = lambda: None,
-        engine: str = "",
-        near: str = "",
-        on_text: Callable[[str], None] | None = None,
-    ) -> Answered:
+        begun=lambda: None,
+        engine="",
+        near="",
+        on_text=None,
+    ):
         self.requests.append(request)
         version = len(self.requests)
         begun()
@@ -82,7 +80,7 @@ class TalkingSampler:
         return Answered(answer, "http://a")
 
 
-def completion(request: ChatCompletionRequest, text: str, *, version: int = 0) -> ChatCompletion:
+def completion(request, text, *, version=0):
     """Return the completion of an engine that answers `text`, cut at the token limit of the request."""
     messages, known = request.messages or [], request.continue_token_ids
     if known and request.continue_from:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, random_decoder, word_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    pass
 
 #: Special tokens that enclose tool calls, tool results and thinking text, as in Hermes and Qwen models.
 TOOL_TOKENS: Final = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
@@ -32,7 +31,7 @@ _LEARNED: Final = (
 )
 
 
-def tool_tokenizer(*, template: str = TOOL_TEMPLATE) -> PreTrainedTokenizerFast:
+def tool_tokenizer(*, template=TOOL_TEMPLATE):
     """Return a byte-level tokenizer whose merges were also learned on the text of control tokens."""
     from tokenizers import AddedToken
 
@@ -42,7 +41,7 @@ def tool_tokenizer(*, template: str = TOOL_TEMPLATE) -> PreTrainedTokenizerFast:
     return made
 
 
-def save_tool_model(path: Path, *, context_length: int) -> None:
+def save_tool_model(path, *, context_length):
     """Write a tiny random Qwen3 with the tokenizer of this module to `path`."""
     tokenizer = tool_tokenizer()
     shape = DecoderShape(

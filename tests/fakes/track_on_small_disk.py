@@ -3,8 +3,6 @@
 python -m tests.fakes.track_on_small_disk RUN       RUN/disk is a small disk; prints one JSON object
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys
@@ -17,7 +15,7 @@ from tests.fakes.small_disk import fill, free
 from tests.plugins.trackers.event_files import series
 
 
-def main(run_dir: Path) -> None:
+def main(run_dir):
     """Fill the disk, free it once a tracker has failed, and print the final event files as JSON."""
     disk, board, stop = run_dir / "disk", run_dir / "disk" / "board", threading.Event()
     board.mkdir()
@@ -25,7 +23,7 @@ def main(run_dir: Path) -> None:
     failed = threading.Event()
 
     class Watch(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
+        def emit(self, record):
             if "No space left" in record.getMessage() and not failed.is_set():
                 failed.set()
                 free(disk)

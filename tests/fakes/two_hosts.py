@@ -4,12 +4,9 @@ They are Linux network namespaces within a user namespace, which needs no privil
 the loopback of one host is unreachable from the other.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +23,14 @@ class Host:
     address: str
     enter: tuple[str, ...]
 
-    def run(self, *words: str) -> str:
+    def run(self, *words):
         done = subprocess.run([*self.enter, *words], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
         assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
         return done.stdout
 
 
 @contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
+def two_hosts():
     """Yield both hosts for the block; skip the test if this machine forbids the namespaces."""
     missing = [program for program in ("unshare", "nsenter", "ip") if shutil.which(program) is None]
     if missing:
@@ -49,7 +46,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         yield one, two
 
 
-def _namespace(stack: ExitStack, make: Sequence[str]) -> tuple[str, ...]:
+def _namespace(stack, make):
     """Start a namespace with `make` that ends when `stack` closes; return the command prefix that enters it."""
     process = stack.enter_context(subprocess.Popen([*make, "sleep", "3600"], stderr=subprocess.PIPE, text=True))
     stack.callback(process.kill)

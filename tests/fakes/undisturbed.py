@@ -6,8 +6,6 @@ recomputed log-probs (`over = old`), the results of a run on a CPU depend only o
 to the sampler's log-probs they would not: the last bits of these depend on the other sequences of a forward pass.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 from enum import StrEnum
@@ -33,14 +31,14 @@ class Kind(StrEnum):
     TINY = "tiny"
     BIGRAM = "bigram"
 
-    def arguments(self, directory: Path) -> list[str]:
+    def arguments(self, directory):
         if self is Kind.BIGRAM:  # slowed down, so that a test can disturb the run before it ends
             return light_run(directory, *LOCKSTEP, walking=True)
         return new_run(directory, *LOCKSTEP)
 
 
 @cache
-def undisturbed(kind: Kind = Kind.TINY) -> LiveRun:
+def undisturbed(kind=Kind.TINY):
     """Return the finished run; none of its processes is alive."""
     session = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if session is None:
@@ -55,7 +53,7 @@ def undisturbed(kind: Kind = Kind.TINY) -> LiveRun:
     return LiveRun(None, Path(where.read_text()), folder / "output")
 
 
-def _made(kind: Kind, folder: Path) -> LiveRun:
+def _made(kind, folder):
     directory = folder / "run"
     with launched(kind.arguments(directory), directory) as run:
         assert run.end() == 0, run.story()

@@ -1,36 +1,29 @@
 """A check of weight updates during sampling, for engines of any array library: which weights sampled each token."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from inference_contract.schemas import ChatCompletionRequest, Choice
+from inference_contract.schemas import ChatCompletionRequest
 from inference_contract.weights import OnUpdate
-from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from tests.fakes.gated_runner import GatedRunner
 from tests.patience import SOON_S
 
 PROMPT = [7, 8, 9, 10]
 
 
 async def samples_across_an_update(
-    gate: GatedRunner,
-    engine: BatchingEngine,
-    model_path: Path,
-    on_update: OnUpdate,
+    gate,
+    engine,
+    model_path,
+    on_update,
     *,
-    factor: float,
-    tolerance: float,
-    as_bytes: Callable[[torch.nn.Module], Any],
-    early: bool = False,
-) -> None:
+    factor,
+    tolerance,
+    as_bytes,
+    early=False,
+):
     """Assert that the old weights sample every token before the switch, and the new weights every later one.
 
     In an update mode that keeps the KV cache, the later log-probs must differ from those of the new model.
@@ -71,7 +64,7 @@ async def samples_across_an_update(
             assert choice.token_logprobs[before:] != pytest.approx(by_new[before:], abs=100 * tolerance)
 
 
-def _rescored(model: torch.nn.Module, choice: Choice) -> list[float]:
+def _rescored(model, choice):
     """Return the log-probs of the tokens of `choice`, computed by `model` alone in one forward pass."""
     tokens = choice.token_ids or []
     with torch.no_grad():

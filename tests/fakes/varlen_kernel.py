@@ -3,29 +3,25 @@
 `test_varlen.py` compares it with torch's own attention.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 
 def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
     *,
-    scale: float | None,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-    sinks: Tensor | None = None,
-) -> Tensor:
+    scale,
+    window_size,
+    enable_gqa,
+    sinks=None,
+):
     """Compute causal attention within each segment; the last query of a segment attends to all keys of the segment."""
     for starts, most, of in ((cu_seq_q, max_q, query), (cu_seq_k, max_k, key)):
         lengths = starts.diff()
@@ -89,13 +85,11 @@ class VarlenOperators:
         return tuple(slopes)
 
 
-def _repeated(query: Tensor, each: Tensor) -> Tensor:
+def _repeated(query, each):
     return each.repeat_interleave(query.shape[1] // each.shape[1], dim=1)
 
 
-def _scores(
-    query: Tensor, key: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, scale: float | None, before: int
-) -> Iterator[tuple[slice, slice, Tensor]]:
+def _scores(query, key, cu_seq_q, cu_seq_k, scale, before):
     """Yield, for each segment, its rows of queries and of keys, and its masked scores [H, queries, keys]."""
     key, scale = _repeated(query, key), query.shape[2] ** -0.5 if scale is None else scale
     for (first, end), (first_key, end_key) in zip(

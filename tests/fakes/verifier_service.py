@@ -3,8 +3,6 @@
 python -m tests.fakes.verifier_service domain [port]      prints its port, serves until it is killed
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping

@@ -8,24 +8,20 @@ the smallest minus the largest weight: 0, unless weights of several versions are
 A `Nursery` runs that process, which has imported everything, so that an engine starts immediately when it is forked.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
-from typing import Any, ClassVar, Final, Self, final
+from typing import Final, final
 
 import numpy as np
 
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.batching.model_runner import EarlyStep, Prefill, RowState
-from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.engines.http.server import create_app
+from pipelinerl.plugins.bigram.engine import BigramRunner
+from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.system.http_service import listen, serve
 from tests.fakes.engine_options import engine_options
 from tests.patience import PATIENCE_S
@@ -40,10 +36,10 @@ STEP_S: Final = 0.01
 PROMPT: Final = [1, 2, 3]
 
 
-def weights(version: int, *, before: Callable[[int], None] = lambda _: None) -> Callable[[], Iterator[tuple[str, Any]]]:
+def weights(version, *, before=lambda _: None):
     """Return a function that gathers all weights of a version; it calls `before(row)` before each parameter."""
 
-    def source() -> Iterator[tuple[str, Any]]:
+    def source():
         for row, parameter in enumerate(LAYOUT.parameters):
             before(row)
             yield parameter.name, np.full(parameter.shape, version, np.float32)
@@ -52,60 +48,21 @@ def weights(version: int, *, before: Callable[[int], None] = lambda _: None) -> 
 
 
 @final
-class VersionRunner:
+class VersionRunner(BigramRunner):
     """A `ModelRunner` over weights that all equal the model version."""
 
-    slots = 64
     context_length = 256
-    vocab_size = 2**20
-    layout = LAYOUT
-    cache_bytes = 0
-    route_log = None
-    scorer = None
-    top_logprobs: ClassVar[dict[int, TopTokens]] = {}
 
-    def __init__(self) -> None:
-        self._current = np.zeros(LAYOUT.num_bytes, np.uint8)
-        self._staged = np.zeros(LAYOUT.num_bytes, np.uint8)
-        self.early_step = EarlyStep(self.slots, is_used=False)
+    def __init__(self):
+        super().__init__(BigramModel.random(2, seed=0), rows=64, context_length=self.context_length)
+        self.vocab_size, self.layout, self.scorer = 2**20, LAYOUT, None
+        self._current, self._staged = (np.zeros(LAYOUT.num_bytes, np.uint8) for _ in range(2))
 
-    room = None
-
-    def reserve(self, num_rows: int) -> bool:
-        return True
-
-    def release(self, rows: Sequence[int]) -> None:
-        pass
-
-    def clear(self, rows: Sequence[int]) -> None:
-        pass
-
-    def prefill(self, prefills: Sequence[Prefill]) -> None:
-        pass
-
-    def copy_cache(self, source: int, rows: Sequence[int], num_tokens: int) -> None:
-        pass
-
-    def place(self, states: Sequence[RowState]) -> None:
-        pass
-
-    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        pass
-
-    def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
+    def decode(self, num_rows):
         time.sleep(STEP_S)
         values = self._current.view(np.float32)
         low, high = float(values.min()), float(values.max())
         return [int(low)] * num_rows, [low - high] * num_rows
-
-    def staging(self) -> Any:
-        return self._staged
-
-    def finish_staging(self) -> None:
-        pass
-
-    def swap(self) -> None:
-        self._current, self._staged = self._staged, self._current
 
 
 @final
@@ -114,26 +71,26 @@ class _NoText:
 
     eos_token_ids: frozenset[int] = frozenset()
 
-    def encode_chat(self, messages: object, template_kwargs: object = (), tools: object = ()) -> list[int]:
+    def encode_chat(self, messages, template_kwargs=(), tools=()):
         return PROMPT
 
-    def encode_prompt(self, text: str) -> list[int]:
+    def encode_prompt(self, text):
         return PROMPT
 
-    def decode(self, token_ids: object) -> str:
+    def decode(self, token_ids):
         return ""
 
-    def detokenizer(self) -> Self:
+    def detokenizer(self):
         return self
 
-    def push(self, token_id: int) -> str:
+    def push(self, token_id):
         return ""
 
-    def flush(self) -> str:
+    def flush(self):
         return ""
 
 
-def application(*, token: str | None = None) -> Any:
+def application(*, token=None):
     """Return the ASGI application of a new engine."""
     options = engine_options(model_id="versions")
     return create_app(BatchingEngine(options, load=VersionRunner, tokenizer=_NoText()), token=token)
@@ -143,7 +100,7 @@ def application(*, token: str | None = None) -> Any:
 class Nursery:
     """Engines in separate processes, killed at the end of the `with` block."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.fakes.version_engine"],
             stdin=subprocess.PIPE,
@@ -153,12 +110,10 @@ class Nursery:
         )
         self.pids: dict[str, int] = {}
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind, error, trace):
         for url in list(self.pids):
             self.kill(url)
         self._process.kill()
@@ -167,7 +122,7 @@ class Nursery:
             assert pipe is not None
             pipe.close()
 
-    def born(self) -> str:
+    def born(self):
         """Start an engine; return its base URL once it listens."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write("\n")
@@ -176,23 +131,23 @@ class Nursery:
         self.pids[url] = int(pid)
         return url
 
-    def kill(self, url: str) -> None:
+    def kill(self, url):
         os.kill(self.pids.pop(url), signal.SIGKILL)
 
-    def freeze(self, url: str) -> None:
+    def freeze(self, url):
         os.kill(self.pids[url], signal.SIGSTOP)
 
-    def thaw(self, url: str) -> None:
+    def thaw(self, url):
         os.kill(self.pids[url], signal.SIGCONT)
 
 
-def _engine() -> None:
+def _engine():
     with listen("127.0.0.1", 0) as listener:
         os.write(1, f"{os.getpid()} {listener.getsockname()[1]}\n".encode())
         serve(application(), listener)
 
 
-def _nursery() -> None:
+def _nursery():
     import pipelinerl.weights.broadcast.collective  # import torch once, before the engines are forked
 
     assert pipelinerl.weights.broadcast.collective.dist.is_available()

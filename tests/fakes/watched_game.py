@@ -3,8 +3,6 @@
 Each open episode has a file in `directory`, named after the process that plays it; a killed process leaves its file.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import os

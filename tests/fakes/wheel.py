@@ -1,7 +1,5 @@
 """A wheel of the project, installed outside the checkout."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
@@ -11,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 
 
-def install(folder: Path) -> Path:
+def install(folder):
     """Build a wheel and install it, without its dependencies; return the directory to add to the module path."""
     # Build from a copy of the sources, because setuptools writes files next to them.
     sources, installed = folder / "sources", folder / "installed"

@@ -6,8 +6,6 @@ engine type; `$WRONG_WEIGHTS` names the fault, and `$WRONG_UPDATES` the first an
 faults that are not in the weights are there from the start. Only the engine named engine-1 has the fault.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The page docs/reference/models.md and the README's list of families, made from the records of `survey`."""
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap
@@ -58,10 +56,10 @@ class Records:
     families: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls) -> Records:
+    def read(cls):
         return cls(**json.loads(RECORDS.read_text())) if RECORDS.exists() else cls()
 
-    def write(self) -> None:
+    def write(self):
         """Write the records, the page and the README's sentence."""
         RECORDS.write_text(json.dumps({"versions": self.versions, "families": self.families}, indent=1) + "\n")
         PAGE.write_text(page(self))
@@ -70,7 +68,7 @@ class Records:
         )
 
 
-def sentence(records: Records) -> str:
+def sentence(records):
     """Return the README's paragraph, which names the popular families that work for every use."""
     whole, trained = (
         ", ".join(
@@ -89,7 +87,7 @@ def sentence(records: Records) -> str:
     return textwrap.fill(text, 126, break_long_words=False, break_on_hyphens=False)
 
 
-def page(records: Records) -> str:
+def page(records):
     """Return the page's Markdown."""
     versions = ", ".join(f"{name} {number}" for name, number in records.versions.items())
     families = {name: {**its, **ELSEWHERE.get(name, {})} for name, its in records.families.items()}
@@ -151,7 +149,7 @@ model that does not train has no checkpoint. [Mixtures](../understand/mixtures.m
 """
 
 
-def cell(verdict: str | None) -> str:
+def cell(verdict):
     """Return the table's cell for a verdict; None stands for a use that was not tried."""
     if verdict is None or verdict in ("yes", "packed", "padded", "–") or verdict[0].isdigit():
         return verdict or ""

@@ -4,19 +4,16 @@ Prints a JSON object: for each directory, the tensors that it lacks, that do not
 log-probs of a fixed sequence; or an error. The module imports nothing of this project.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 
-def reloaded(path: Path) -> dict[str, Any]:
+def reloaded(path):
     """Return the result for one directory."""
     try:
         model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)

@@ -6,11 +6,8 @@ A record has a verdict for each use: `yes`, the sentence with which the product 
 (`models_page`) says what each `yes` has shown.
 """
 
-from __future__ import annotations
-
 import json
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +24,6 @@ from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.memory_budget import budget_of
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import load_runner
-from pipelinerl.engines.torch.runner import TorchRunner
 from pipelinerl.errors import PipelineError
 from pipelinerl.models.checkpoint import model_type, stored_tensors, weight_files
 from pipelinerl.models.directory_copy import copy_model_files
@@ -54,7 +50,7 @@ class WrongError(AssertionError):
     """A result that is not transformers'."""
 
 
-def sequences() -> list[list[int]]:
+def sequences():
     """Return token sequences; the last but one shares its beginning with the first."""
     draw = np.random.default_rng(0)
     rows = [draw.integers(12, zoo.VOCAB - 4, length).tolist() for length in _LENGTHS]
@@ -62,12 +58,12 @@ def sequences() -> list[list[int]]:
     return rows
 
 
-def batch_of(rows: list[list[int]]) -> MicroBatch:
+def batch_of(rows):
     """Pack sequences into one micro-batch with random advantages from the fourth token of each on."""
     positions = np.concatenate([np.arange(len(row), dtype=np.int32) for row in rows])
     mask, draw = positions >= 3, np.random.default_rng(1)
 
-    def inside(values: Any) -> Any:
+    def inside(values):
         return np.where(mask, values, 0).astype(np.float32)
 
     return MicroBatch(
@@ -83,39 +79,39 @@ def batch_of(rows: list[list[int]]) -> MicroBatch:
     )
 
 
-def logprobs(model: Any, row: list[int]) -> torch.Tensor:
+def logprobs(model, row):
     """Return f32 [tokens − 1] by transformers: the log-probs of all tokens of a sequence but its first."""
     tokens = torch.tensor([row])
     predicted = model(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
     return predicted.gather(1, tokens[0, 1:, None])[:, 0]
 
 
-def expected(model: Any, rows: list[list[int]]) -> np.ndarray:
+def expected(model, rows):
     """Return what a trainer must predict for the packed rows: log-probs, and 0 at the start of each."""
     with torch.no_grad():
         return np.concatenate([np.append(0.0, logprobs(model, row).numpy()) for row in rows])
 
 
-def same(what: str, got: Any, wanted: Any) -> None:
+def same(what, got, wanted):
     """Raise WrongError unless two arrays of log-probs agree."""
     difference = float(np.abs(np.asarray(got, np.float64) - np.asarray(wanted, np.float64)).max())
     if not difference <= TOLERANCE:
         raise WrongError(f"{what} differ by {difference:.1g} nats")
 
 
-def trainer_of(path: Path, **options: Any) -> TorchTrainer:
+def trainer_of(path, **options):
     trainer = TorchTrainer()
     trainer.init_worker(TrainerSpec(model_path=path, device=Device.CPU, optimizer=OptimizerSpec(), options=options))
     return trainer
 
 
-def step(trainer: TorchTrainer, batch: MicroBatch) -> float:
+def step(trainer, batch):
     """Take one optimizer step, large enough to change log-probs, and return the gradient's norm."""
     trainer.backward([batch], LINEAR)
     return trainer.optimizer_step(learning_rate=3e-2).grad_norm
 
 
-def save(trainer: TorchTrainer, model: Path, path: Path) -> Path:
+def save(trainer, model, path):
     """Write a checkpoint's model files as `CheckpointStore` does."""
     path.mkdir()
     copy_model_files(model, path)
@@ -123,13 +119,13 @@ def save(trainer: TorchTrainer, model: Path, path: Path) -> Path:
     return path
 
 
-def tensors_in(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+def tensors_in(path):
     """Return dtype and shape of each tensor in a model directory, by name."""
     files = map(stored_tensors, weight_files(path))
     return {name: (tensor.dtype, tensor.shape) for file in files for name, tensor in file.items()}
 
 
-def loaded(path: Path) -> Any:
+def loaded(path):
     """Return transformers' model; raise WrongError if it misses a tensor or fills one in."""
     sees = model_type(path) not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     factory: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
@@ -139,7 +135,7 @@ def loaded(path: Path) -> Any:
     return model.eval()
 
 
-def _check_gradient(model: Any, rows: list[list[int]], batch: MicroBatch, norm: float) -> None:
+def _check_gradient(model, rows, batch, norm):
     factors = torch.from_numpy(batch.weights * batch.advantages).split([len(row) for row in rows])
     loss = -sum((logprobs(model, row) * each[1:]).sum() for row, each in zip(rows, factors, strict=True))
     loss.backward()
@@ -149,7 +145,7 @@ def _check_gradient(model: Any, rows: list[list[int]], batch: MicroBatch, norm: 
         raise WrongError(f"the gradient's norm is {norm:.4g}, and transformers' is {wanted:.4g}")
 
 
-def _check_checkpoint(trainer: TorchTrainer, model: Path, rows: list[list[int]], path: Path) -> None:
+def _check_checkpoint(trainer, model, rows, path):
     saved = save(trainer, model, path)
     if tensors_in(saved) != tensors_in(model):
         names = {*tensors_in(saved).items()} ^ {*tensors_in(model).items()}
@@ -163,7 +159,7 @@ def _check_checkpoint(trainer: TorchTrainer, model: Path, rows: list[list[int]],
     same("log-probs of a resumed trainer", resumed.forward([batch_of(rows)])[0], own)
 
 
-def _sampled(runner: TorchRunner, rows: list[list[int]], count: int = 6) -> list[tuple[list[int], list[float]]]:
+def _sampled(runner, rows, count=6):
     """Sample `count` tokens after each row; return the whole sequences, and the new tokens' log-probs."""
     runner.prefill([Prefill(row[:-1], [slot]) for slot, row in enumerate(rows)])
     runner.place(
@@ -181,7 +177,7 @@ def _sampled(runner: TorchRunner, rows: list[list[int]], count: int = 6) -> list
     return answers
 
 
-def _check_engine(path: Path, model: Any, trainer: TorchTrainer | None, rows: list[list[int]]) -> None:
+def _check_engine(path, model, trainer, rows):
     options = EngineOptions(
         model_path=path, model_id="m", slots=8, max_waiting=8, context_length=64, device=Device.CPU, threads=1
     )
@@ -206,21 +202,21 @@ def _check_engine(path: Path, model: Any, trainer: TorchTrainer | None, rows: li
     same("log-probs after an update", np.concatenate([runner.scorer(row, 1.0) for row in rows]), after)
 
 
-def _check_lora(path: Path, rows: list[list[int]], target: Path) -> None:
+def _check_lora(path, rows, target):
     adapted = trainer_of(path, lora={"rank": 4})
     step(adapted, batch_of(rows))
     merged = save(adapted, path, target)
     same("log-probs of the merged checkpoint", expected(loaded(merged), rows), adapted.forward([batch_of(rows)])[0])
 
 
-def _check_jax(path: Path, model: Any, rows: list[list[int]]) -> None:
+def _check_jax(path, model, rows):
     trainer = JaxTrainer()
     trainer.init_worker(TrainerSpec(model_path=path, device=Device.CPU))
     same("log-probs", trainer.forward([batch_of(rows)])[0], expected(model, rows))
     trainer.close()
 
 
-def _check_bf16(path: Path, model: Any, *, serves: bool) -> str:
+def _check_bf16(path, model, *, serves):
     """Return the errors of trainer and engine in bf16, as multiples of that of transformers in bf16.
 
     An error is the mean distance, over tokens, of log-probs from those of transformers in fp32. Experts that change
@@ -240,7 +236,7 @@ def _check_bf16(path: Path, model: Any, *, serves: bool) -> str:
     )  # fmt: skip
     runner = load_runner(options) if serves else None
 
-    def ratio(values: list[Any], rows: list[list[int]]) -> float:
+    def ratio(values, rows):
         wanted, own = (np.concatenate([expected(each, [row])[-40:] for row in rows]) for each in (model, half))
         return float(np.abs(np.concatenate(values) - wanted).mean() / np.abs(own - wanted).mean())
 
@@ -257,19 +253,19 @@ def _check_bf16(path: Path, model: Any, *, serves: bool) -> str:
     return shown
 
 
-def survey(path: Path, place: Path) -> dict[str, str]:
+def survey(path, place):
     """Return the record of the model in `path`; checkpoints are written below the directory `place`."""
     rows, model = sequences(), loaded(path)
     batch, record, trainers = batch_of(rows), dict[str, str](), list[TorchTrainer]()
 
-    def train() -> None:
+    def train():
         trainer = trainer_of(path)
         trainers.append(trainer)
         record["rows"] = "packed" if trainer._worker.loaded.model.packs else "padded"
         same("log-probs", trainer.forward([batch])[0], expected(model, rows))
         _check_gradient(model, rows, batch, step(trainer, batch))
 
-    def attempt(use: str, check: Callable[[], None]) -> None:
+    def attempt(use, check):
         try:
             check()
         except (PipelineError, TrainerError) as error:
@@ -294,7 +290,7 @@ def survey(path: Path, place: Path) -> dict[str, str]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet():
     """Hide transformers' warnings, such as those about kernels that are not installed."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -303,13 +299,13 @@ def quiet() -> Iterator[None]:
     logging.set_verbosity(level)
 
 
-def measured(name: str) -> dict[str, str]:
+def measured(name):
     """Return the record of one family."""
     with TemporaryDirectory() as folder, quiet():
         return survey(zoo.save(Path(folder) / "model", name), Path(folder))
 
 
-def main(names: list[str]) -> None:
+def main(names):
     """Measure families, and write records, page and README."""
     families = dict(Records.read().families) if names else {}
     for name in names or zoo.FAMILIES:

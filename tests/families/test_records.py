@@ -1,7 +1,5 @@
 """The page of models says what a measurement of each family shows."""
 
-from __future__ import annotations
-
 from typing import Final
 
 import pytest

@@ -7,11 +7,9 @@ get noise, so that a lost buffer changes log-probs. The module imports nothing o
 environment runs it with an older transformers.
 """
 
-from __future__ import annotations
-
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -72,11 +70,11 @@ class Family:
     text: str | None = None
 
 
-def _named(names: str) -> dict[str, Family]:
+def _named(names):
     return {name: Family(name) for name in names.split()}
 
 
-def _same(model_type: str, **settings: Any) -> Family:
+def _same(model_type, **settings):
     return Family(model_type, settings)
 
 
@@ -167,7 +165,7 @@ _PARTS: Final[Mapping[str, Family]] = {
 }
 
 
-def config_of(name: str, *, noise: float = 0.0) -> Any:
+def config_of(name, *, noise=0.0):
     """Return the configuration of a family's tiny model. Raises KeyError if this transformers does not know it.
 
     With `noise`, every dropout and jitter that the configuration offers has this value, so that a pass in train mode
@@ -192,11 +190,11 @@ def config_of(name: str, *, noise: float = 0.0) -> Any:
     return kind(**{**settings, **dict.fromkeys(random if noise else [], noise), **family.settings})
 
 
-def _is_noise(setting: str) -> bool:
+def _is_noise(setting):
     return "drop" in setting or "jitter" in setting
 
 
-def _seeing_config(kind: Any, family: Family) -> Any:
+def _seeing_config(kind, family):
     from transformers import CONFIG_MAPPING
 
     default, text = kind(), config_of(str(family.text))
@@ -208,7 +206,7 @@ def _seeing_config(kind: Any, family: Family) -> Any:
     return kind(**parts, **places, **family.settings)
 
 
-def save(path: Path, name: str, *, noise: float = 0.0) -> Path:
+def save(path, name, *, noise=0.0):
     """Write a family's model to the directory `path`, without a tokenizer, and return `path`."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -221,7 +219,7 @@ def save(path: Path, name: str, *, noise: float = 0.0) -> Path:
     return path
 
 
-def randomise(model: Any) -> None:
+def randomise(model):
     """Give parameters and persistent buffers values that make each of them count in the log-probs."""
     generator = torch.Generator().manual_seed(5)
     state, parameters = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
@@ -242,14 +240,14 @@ def randomise(model: Any) -> None:
             head.weight.mul_(3.0)
 
 
-def packed(part: str) -> list[str]:
+def packed(part):
     """Return the families of text whose rows the trainer packs, and whose `part` works according to `records.json`."""
     records = json.loads(Path(__file__).with_name("records.json").read_text())["families"]
     found = {name: records.get(name, {}) for name, family in FAMILIES.items() if family.text is None}
     return [name for name, record in found.items() if (record.get("rows"), record.get(part)) == ("packed", "yes")]
 
 
-def main(arguments: Iterable[str]) -> None:
+def main(arguments):
     """Write the named families, or all, below a directory; leave out those that this transformers cannot build."""
     directory, *names = arguments
     for name in names or FAMILIES:

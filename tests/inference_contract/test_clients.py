@@ -14,13 +14,10 @@ import pytest
 
 from inference_contract.conformance.session import chunks
 from inference_contract.schemas import ChatCompletion
-from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.plugins.bigram.engine import BigramRunner
-from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
-from tests.fakes.engine_options import engine_options
+from tests.fakes.engine_options import bigram_engine
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 
@@ -41,9 +38,7 @@ def url():
     """Serve an engine with a real tokenizer and a small model over HTTP."""
     raw = char_tokenizer()
     tokenizer = ChatTokenizer(raw, {raw.eos_token_id})
-    model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=96)
-    engine = BatchingEngine(engine_options(), load=lambda: BigramRunner(model, rows=4), tokenizer=tokenizer)
-    with in_thread(create_app(engine, token=None)) as served:
+    with in_thread(create_app(bigram_engine(tokenizer, rows=4, context_length=96), token=None)) as served:
         yield served
 
 

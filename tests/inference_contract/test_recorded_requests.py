@@ -4,8 +4,6 @@
 with and without tools, and for each body the field that the torch engine rejects, if any.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Final

@@ -11,8 +11,6 @@ from inference_contract.weights import (
     DType,
     InitProcessGroupRequest,
     ParameterSpec,
-    Transport,
-    UpdatePhase,
     WeightLayout,
     WeightUpdateRequest,
 )
@@ -25,58 +23,43 @@ LAYOUT = WeightLayout(
 )
 
 
-def test_broadcast_prepare_request_is_encoded_as_the_golden_json():
-    request = WeightUpdateRequest(
-        phase=UpdatePhase.PREPARE, version=3, epoch=1, group="weights", generation=2, layout=LAYOUT
-    )
-    assert request.model_dump_json(exclude_none=True) == (
-        '{"phase":"prepare","version":3,"epoch":1,"transport":"broadcast","group":"weights","generation":2,'
-        '"layout":{"parameters":[{"name":"embed.weight","shape":[4,2],"dtype":"float32"},'
-        '{"name":"norm.weight","shape":[2],"dtype":"bfloat16"}]},'
-        '"bucket_bytes":16777216,"on_update":"continue","timeout_s":120.0}'
-    )
+PREPARE = {"phase": "prepare", "version": 3}
+LAYOUT_ID = "c5a1bf8730e75ed6a4db24815629bb27"
+ONE, TWO, THREE = (f"http://10.0.0.{number}:8100" for number in (1, 2, 3))
+PULL = {"transport": "pull", "layout_id": LAYOUT_ID, "digest": "d0"}
 
 
-def test_pull_prepare_request_is_encoded_as_the_golden_json():
-    request = WeightUpdateRequest(
-        phase=UpdatePhase.PREPARE,
-        version=3,
-        epoch=1,
-        transport=Transport.PULL,
-        sources=("http://10.0.0.1:8100", "http://10.0.0.2:8100"),
-        layout_id=LAYOUT.layout_id,
-        digest="d0",
-    )
-    assert request.model_dump_json(exclude_none=True) == (
-        '{"phase":"prepare","version":3,"epoch":1,"transport":"pull",'
-        '"sources":["http://10.0.0.1:8100","http://10.0.0.2:8100"],'
-        '"layout_id":"c5a1bf8730e75ed6a4db24815629bb27","bucket_bytes":16777216,"on_update":"continue",'
-        '"digest":"d0","timeout_s":120.0}'
-    )
-
-
-def test_sharded_pull_prepare_request_is_encoded_as_the_golden_json():
-    request = WeightUpdateRequest(
-        phase=UpdatePhase.PREPARE,
-        version=3,
-        transport=Transport.PULL,
-        shards=(("http://10.0.0.1:8100",), ("http://10.0.0.2:8100", "http://10.0.0.3:8100")),
-        layout_id=LAYOUT.layout_id,
-        bucket_bytes=32,
-        digest="d0",
-    )
-    assert request.model_dump_json(exclude_none=True) == (
-        '{"phase":"prepare","version":3,"epoch":0,"transport":"pull",'
-        '"shards":[["http://10.0.0.1:8100"],["http://10.0.0.2:8100","http://10.0.0.3:8100"]],'
-        '"layout_id":"c5a1bf8730e75ed6a4db24815629bb27","bucket_bytes":32,"on_update":"continue",'
-        '"digest":"d0","timeout_s":120.0}'
-    )
-    assert LAYOUT.shards(2, 32) == [[(0, 32)], [(32, 36)]]
+@pytest.mark.parametrize(
+    ("fields", "encoded"),
+    [
+        (
+            {"epoch": 1, "group": "weights", "generation": 2, "layout": LAYOUT},
+            '"epoch":1,"transport":"broadcast","group":"weights","generation":2,'
+            '"layout":{"parameters":[{"name":"embed.weight","shape":[4,2],"dtype":"float32"},'
+            '{"name":"norm.weight","shape":[2],"dtype":"bfloat16"}]},"bucket_bytes":16777216,"on_update":"continue",',
+        ),
+        (
+            {"epoch": 1, "sources": (ONE, TWO), **PULL},
+            f'"epoch":1,"transport":"pull","sources":["{ONE}","{TWO}"],"layout_id":"{LAYOUT_ID}",'
+            '"bucket_bytes":16777216,"on_update":"continue","digest":"d0",',
+        ),
+        (
+            {"shards": ((ONE,), (TWO, THREE)), "bucket_bytes": 32, **PULL},
+            f'"epoch":0,"transport":"pull","shards":[["{ONE}"],["{TWO}","{THREE}"]],"layout_id":"{LAYOUT_ID}",'
+            '"bucket_bytes":32,"on_update":"continue","digest":"d0",',
+        ),
+    ],
+    ids=["broadcast", "pull", "pull of shards"],
+)
+def test_prepare_request_is_encoded_as_the_golden_json(fields, encoded):
+    request = WeightUpdateRequest(**PREPARE, **fields)
+    expected = '{"phase":"prepare","version":3,' + encoded + '"timeout_s":120.0}'
+    assert request.model_dump_json(exclude_none=True) == expected
 
 
 def test_id_and_size_of_a_weight_layout_equal_the_golden_values():
-    assert LAYOUT.layout_id == "c5a1bf8730e75ed6a4db24815629bb27"
-    assert LAYOUT.num_bytes == 36
+    assert (LAYOUT.layout_id, LAYOUT.num_bytes) == (LAYOUT_ID, 36)
+    assert LAYOUT.shards(2, 32) == [[(0, 32)], [(32, 36)]]
 
 
 @pytest.mark.parametrize("connections", ["", '"connections":"tree",'], ids=["gloo's own", "tree"])
@@ -106,6 +89,11 @@ def test_weight_layout_does_not_differ_from_its_own_copy():
     assert LAYOUT.difference(WeightLayout.model_validate_json(LAYOUT.model_dump_json())) is None
 
 
+def layout_of(sizes):
+    rows = (ParameterSpec(name=str(row), shape=(size,), dtype=DType.INT8) for row, size in enumerate(sizes))
+    return WeightLayout(parameters=tuple(rows))
+
+
 def _gathered_one_by_one(sizes, bucket_bytes):
     """Return the buckets of a layout, computed parameter by parameter as the docstring of `buckets` says."""
     ranges, start, end = [], 0, 0
@@ -122,11 +110,7 @@ def _gathered_one_by_one(sizes, bucket_bytes):
     bucket_bytes=st.integers(1, 120),
 )
 def test_weight_buckets_cover_all_bytes_once_without_splitting_parameters(sizes, bucket_bytes):
-    layout = WeightLayout(
-        parameters=tuple(
-            ParameterSpec(name=str(row), shape=(size,), dtype=DType.INT8) for row, size in enumerate(sizes)
-        )
-    )
+    layout = layout_of(sizes)
     buckets = layout.buckets(bucket_bytes)
     assert buckets[0][0] == 0 and buckets[-1][1] == layout.num_bytes
     assert all(end == start for (_, end), (start, _) in itertools.pairwise(buckets))
@@ -149,8 +133,7 @@ def test_weight_buckets_cover_all_bytes_once_without_splitting_parameters(sizes,
     count=st.integers(1, 5),
 )
 def test_weight_shards_are_balanced_and_consist_of_whole_buckets(sizes, bucket_bytes, count):
-    rows = (ParameterSpec(name=str(row), shape=(size,), dtype=DType.INT8) for row, size in enumerate(sizes))
-    layout = WeightLayout(parameters=tuple(rows))
+    layout = layout_of(sizes)
     shards = layout.shards(count, bucket_bytes)
     assert len(shards) == count
     covered = sorted(held for ranges in shards for held in ranges)
@@ -169,23 +152,15 @@ def test_weight_shards_are_balanced_and_consist_of_whole_buckets(sizes, bucket_b
 @pytest.mark.parametrize(
     "fields",
     [
-        {"phase": "prepare", "version": 1},
-        {"phase": "prepare", "version": 1, "layout_id": "a", "layout": LAYOUT.model_dump()},
-        {"phase": "prepare", "version": 1, "layout_id": "a"},
-        {"phase": "prepare", "version": 1, "layout_id": "a", "transport": "pull"},
-        {"phase": "prepare", "version": 1, "layout_id": "a", "transport": "pull", "sources": ["http://a:1"]},
-        {"phase": "prepare", "version": 1, "layout_id": "a", "transport": "pull", "sources": [], "digest": "d"},
-        {"phase": "prepare", "version": 1, "layout_id": "a", "transport": "pull", "sources": ["f/x"], "digest": "d"},
-        {
-            "phase": "prepare",
-            "version": 1,
-            "layout_id": "a",
-            "transport": "pull",
-            "digest": "d",
-            "sources": ["http://a:1"],
-            "shards": [["http://a:1"]],
-        },
-        {"phase": "prepare", "version": 1, "layout_id": "a", "transport": "pull", "shards": [[]], "digest": "d"},
+        PREPARE,
+        PREPARE | {"layout_id": "a", "layout": LAYOUT.model_dump()},
+        PREPARE | {"layout_id": "a"},
+        PREPARE | {"layout_id": "a", "transport": "pull"},
+        PREPARE | {"layout_id": "a", "transport": "pull", "sources": ["http://a:1"]},
+        PREPARE | PULL | {"sources": []},
+        PREPARE | PULL | {"sources": ["f/x"]},
+        PREPARE | PULL | {"sources": ["http://a:1"], "shards": [["http://a:1"]]},
+        PREPARE | PULL | {"shards": [[]]},
         {"phase": "commit", "version": 1},
         {"phase": "abort", "version": -1},
         {"phase": "abort", "version": 1, "unknown": 2},

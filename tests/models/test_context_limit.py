@@ -1,7 +1,5 @@
 """Scaled rotary embeddings: engine and trainer equal transformers up to a limit; longer sequences are rejected."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

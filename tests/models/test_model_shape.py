@@ -1,7 +1,5 @@
 """The number of layers with experts, and of experts, is read from config.json of a mixture-of-experts model."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -151,26 +151,24 @@ def test_decoding_encoded_text_gives_exactly_the_same_text(directory):
 def test_tokenizer_declared_with_a_generic_class_equals_that_loaded_by_auto_tokenizer(directory, model_type, declared):
     (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
     rewrite(directory / "tokenizer_config.json", tokenizer_class=declared)
-    taken, by_auto_class = (
-        reader.from_pretrained(str(directory)) for reader in (tokenizer._reader(directory), AutoTokenizer)
-    )
-    assert tokenizer._reader(directory) is PreTrainedTokenizerFast and type(taken) is type(by_auto_class)
+    taken, by_auto_class = tokenizer._read(directory).whole, AutoTokenizer.from_pretrained(str(directory))
+    assert type(taken) is PreTrainedTokenizerFast is type(by_auto_class)
     assert taken.backend_tokenizer.to_str() == by_auto_class.backend_tokenizer.to_str()
-    assert (
-        taken.special_tokens_map == by_auto_class.special_tokens_map
-        and taken.chat_template == by_auto_class.chat_template
-    )
+    assert taken.special_tokens_map == by_auto_class.special_tokens_map
+    assert taken.chat_template == by_auto_class.chat_template
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "phi3", "mistral", "of_a_fork"])
-def test_tokenizer_of_a_model_type_that_is_not_listed_is_loaded_by_auto_tokenizer(directory, model_type):
+@pytest.mark.parametrize(
+    ("model_type", "declared"),
+    [
+        *((kind, "PreTrainedTokenizerFast") for kind in ("qwen2", "phi3", "mistral", "of_a_fork")),
+        ("gpt2", "Qwen2Tokenizer"),
+    ],
+)
+def test_tokenizer_of_another_model_type_or_class_is_loaded_by_auto_tokenizer(directory, model_type, declared):
     rewrite(directory / "config.json", model_type=model_type)
-    assert tokenizer._reader(directory) is AutoTokenizer
-
-
-def test_tokenizer_declared_with_a_model_specific_class_is_loaded_by_auto_tokenizer(directory):
-    rewrite(directory / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
-    assert tokenizer._reader(directory) is AutoTokenizer
+    rewrite(directory / "tokenizer_config.json", tokenizer_class=declared)
+    assert not isinstance(tokenizer._read(directory), tokenizer.PlainTokenizer)
 
 
 def test_chat_template_of_the_small_models_marks_roles_and_begins_the_assistants_answer(directory):

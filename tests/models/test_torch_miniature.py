@@ -1,7 +1,5 @@
 """Miniatures keep a model's architecture, and show where trainer or engine compute it otherwise than transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@
 environment of yours with transformers 4.57 and torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

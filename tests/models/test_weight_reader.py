@@ -1,7 +1,5 @@
 """Parameters that are read from files one by one are bit-identical to those of a model that is loaded whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights are written with the names, shapes and dtypes of the model directory that they came from."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from typing import Final

@@ -1,7 +1,5 @@
 """Metrics of the difference between engine and trainer log-probs, by cause, equal a plain loop and manual values."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass, replace
 

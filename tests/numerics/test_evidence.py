@@ -1,7 +1,5 @@
 """The sequential test of an engine suspects no healthy engine, and needs few tokens to catch a faulty one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

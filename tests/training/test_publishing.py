@@ -15,7 +15,7 @@ from inference_contract.weights import (
     WeightUpdateRequest,
     WeightUpdateResponse,
 )
-from pipelinerl.engines.weights.announced_updates import AnnouncedUpdates
+from pipelinerl.engines.weights.announced_updates import follow_announcements
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.messages import ANNOUNCEMENTS, TAKEN, WeightsTaken, encode
 from pipelinerl.streams.memory_stream import MemoryStream
@@ -54,7 +54,7 @@ class Taking:
 async def following(stream, **engines):
     """Let the engines `http://NAME:1` read announcements from the stream; wait until each has reported that it does."""
     tasks = [
-        asyncio.create_task(AnnouncedUpdates(engine, stream, url=f"http://{name}:1").run())
+        asyncio.create_task(follow_announcements(engine, stream, url=f"http://{name}:1"))
         for name, engine in engines.items()
     ]
     async with asyncio.timeout(PATIENCE_S):

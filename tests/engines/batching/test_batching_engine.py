@@ -18,18 +18,11 @@ from inference_contract.errors import (
     UnknownModel,
     UpdateInProgress,
 )
-from inference_contract.schemas import (
-    ChatCompletionRequest,
-    ChatMessage,
-    EngineState,
-    FinishReason,
-    StreamOptions,
-)
+from inference_contract.schemas import ChatCompletionRequest, ChatMessage, EngineState, FinishReason
 from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.plugins.bigram.engine import BigramRunner
 from pipelinerl.plugins.bigram.model import BigramModel
-from tests.fakes.engine_options import engine_options
+from tests.fakes.engine_options import bigram_engine, engine_options
 from tests.fakes.gated_runner import DEADLINE_S
 
 
@@ -64,13 +57,6 @@ async def _steps(engine, gate, count):
     await _until(lambda: gate.waiting or engine.metrics().running_sequences + engine.metrics().waiting_sequences == 0)
 
 
-def _stage(engine, seed):
-    size = engine.layout.parameters[0].shape[0]
-    logits = BigramModel.random(size, seed=seed).logits
-    engine.staging()[:] = logits.reshape(-1).view(np.uint8)
-    return logits
-
-
 def _logprobs_by(tables, prompt, choice):
     versions = [version for version, count in choice.version_spans or [] for _ in range(count)]
     before = [prompt[-1], *(choice.token_ids or [])[:-1]]
@@ -103,48 +89,30 @@ async def test_completion_contains_tokens_logprobs_and_version_spans(engine, gat
     assert answer.choices[0].token_ids != answer.choices[1].token_ids
 
 
-async def test_engine_tokenises_messages_with_the_chat_template(engine, gate, endless):
-    gate.open()
-    message = ChatMessage(role="user", content="hi")
-    answer = await engine.complete(
-        ChatCompletionRequest(messages=[message], max_tokens=2, seed=0, return_token_ids=True)
-    )
-    assert answer.prompt_token_ids == endless.encode_chat([message])
-
-
-async def test_prompt_of_a_continued_conversation_begins_with_the_given_token_ids(engine, gate, endless):
-    gate.open()
-    messages = [ChatMessage(role="assistant", content="b"), ChatMessage(role="user", content="c")]
-    known = [9, 8, 7]
-    request = ChatCompletionRequest(
-        messages=messages, continue_token_ids=known, continue_from=1, max_tokens=2, seed=0, return_token_ids=True
-    )
-    answer = await engine.complete(request)
-    assert answer.prompt_token_ids == endless.encode_continuation(messages, 1, known)
-    assert answer.prompt_token_ids is not None and answer.prompt_token_ids[:3] == known
-
-
-async def test_end_of_turn_token_is_returned_but_adds_no_text(gate, tokenizer):
+@pytest.fixture
+async def alternating(tokenizer):
+    """A started engine that samples token 8 after 7 and after the end token, and the end token after 8."""
     (end,) = tokenizer.eos_token_ids
     logits = np.full((tokenizer.vocab_size, tokenizer.vocab_size), -50.0, dtype=np.float32)
-    logits[7, 8] = logits[8, end] = 0.0
-    model = BigramModel(logits=logits)
-    built = BatchingEngine(engine_options(), load=lambda: BigramRunner(model, rows=1), tokenizer=tokenizer)
+    logits[7, 8] = logits[8, end] = logits[end, 8] = 0.0
+    built = bigram_engine(tokenizer, logits=logits)
     await built.start()
-    (choice,) = (await built.complete(_ask(7))).choices
+    yield built
     await built.close()
+
+
+async def test_end_of_turn_token_is_returned_but_adds_no_text(alternating, tokenizer):
+    (choice,) = (await alternating.complete(_ask(7))).choices
+    (end,) = tokenizer.eos_token_ids
     assert (choice.token_ids, choice.finish_reason) == ([8, end], FinishReason.STOP)
     assert choice.message.content == tokenizer.decode([8])
 
 
-async def test_ignore_eos_makes_samples_continue_after_end_tokens_and_allows_end_tokens_in_prefixes(gate, tokenizer):
+async def test_ignore_eos_makes_samples_continue_after_end_tokens_and_allows_end_tokens_in_prefixes(
+    alternating, tokenizer
+):
     """With `ignore_eos`, an end token is part of the text, and other tokens may follow the end token."""
-    (end,) = tokenizer.eos_token_ids
-    logits = np.full((tokenizer.vocab_size, tokenizer.vocab_size), -50.0, dtype=np.float32)
-    logits[7, 8] = logits[8, end] = logits[end, 8] = 0.0
-    model = BigramModel(logits=logits)
-    built = BatchingEngine(engine_options(), load=lambda: BigramRunner(model, rows=1), tokenizer=tokenizer)
-    await built.start()
+    (end,), built = tokenizer.eos_token_ids, alternating
     ask = _ask(7, max_tokens=4, ignore_eos=True)
     (choice,) = (await built.complete(ask)).choices
     assert (choice.token_ids, choice.finish_reason) == ([8, end, 8, end], FinishReason.LENGTH)
@@ -156,7 +124,6 @@ async def test_ignore_eos_makes_samples_continue_after_end_tokens_and_allows_end
     assert (rest.token_ids, rest.message.content) == ([8, end], choice.message.content)
     with pytest.raises(InvalidRequest, match="has a token that ends a sample"):
         await built.complete(_ask(7, max_tokens=4, **prefixed))
-    await built.close()
 
 
 async def test_stop_string_is_removed_from_the_text_but_its_tokens_are_returned(engine, gate, endless):
@@ -263,26 +230,6 @@ async def test_request_beyond_the_queue_limit_is_rejected_as_overload(engine, ga
 # --- streaming ---------------------------------------------------------------------------------------------------
 
 
-async def test_streamed_chunks_add_up_to_the_unstreamed_answer(engine, gate):
-    gate.open()
-    options = {"n": 2, "max_tokens": 12, "stop": ["a"], "stream_options": StreamOptions(include_usage=True)}
-    whole = await engine.complete(_ask(7, 8, **options))
-    texts, ids, logprobs = ["", ""], [[], []], [[], []]
-    chunks = [chunk async for chunk in engine.stream(_ask(7, 8, stream=True, **options))]
-    for chunk in chunks:
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
-            ids[choice.index] += choice.token_ids or []
-            logprobs[choice.index] += choice.token_logprobs or []
-    assert texts == [choice.message.content for choice in whole.choices]
-    assert ids == [choice.token_ids for choice in whole.choices]
-    assert logprobs == [choice.token_logprobs for choice in whole.choices]
-    assert chunks[0].prompt_token_ids == [7, 8]
-    assert chunks[-1].usage == whole.usage
-    ends = {choice.index: choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason}
-    assert ends == {choice.index: choice.finish_reason for choice in whole.choices}
-
-
 async def test_stream_yields_each_token_and_closing_the_stream_frees_its_batch_row(engine, gate):
     async with aclosing(engine.stream(_ask(7, max_tokens=50))) as stream:
         pending = asyncio.ensure_future(anext(stream))
@@ -308,9 +255,18 @@ async def test_call_between_steps_runs_once_on_the_thread_that_computes(engine, 
 
 
 async def _commit(engine, on_update, version=1):
+    """Stage other weights, and begin their commit."""
+    logits = BigramModel.random(engine.layout.parameters[0].shape[0], seed=version).logits
+    engine.staging()[:] = logits.reshape(-1).view(np.uint8)
     task = asyncio.create_task(engine.commit(version=version, epoch=0, on_update=on_update))
     await asyncio.sleep(0)
     return task
+
+
+async def _updated(engine, gate, on_update, version=1):
+    commit = await _commit(engine, on_update, version)
+    await _steps(engine, gate, 1)
+    await commit
 
 
 async def test_version_spans_name_the_weights_that_sampled_each_token(engine, gate):
@@ -319,7 +275,7 @@ async def test_version_spans_name_the_weights_that_sampled_each_token(engine, ga
     task = await _started(engine, gate, _ask(7, n=3, max_tokens=12))
     await _steps(engine, gate, 3)
     for version in (1, 5):
-        tables[version] = _stage(engine, seed=version)
+        tables[version] = BigramModel.random(gate.vocab_size, seed=version).logits
         commit = await _commit(engine, OnUpdate.CONTINUE, version)
         await _steps(engine, gate, 2)  # one step with the old weights already waited when the commit came
         assert await commit >= 0.0
@@ -335,10 +291,7 @@ async def test_update_in_continue_mode_keeps_the_kv_cache_and_update_in_recomput
     task = await _started(engine, gate, _ask(7, 8, 9, n=2, max_tokens=12))
     await _steps(engine, gate, 1)
     for version, on_update in ((1, OnUpdate.CONTINUE), (2, OnUpdate.RECOMPUTE_KV)):
-        _stage(engine, seed=version)
-        commit = await _commit(engine, on_update, version)
-        await _steps(engine, gate, 1)
-        await commit
+        await _updated(engine, gate, on_update, version)
     # The last prefills cover three prompt tokens and two of three sampled tokens; the next step feeds the newest.
     assert gate.log == [
         "prefill 2 tokens to rows [0, 1]",
@@ -354,10 +307,7 @@ async def test_update_in_continue_mode_keeps_the_kv_cache_and_update_in_recomput
 async def test_update_in_recompute_kv_mode_prefills_identical_contexts_only_once(engine, gate):
     task = await _started(engine, gate, _ask(7, 8, 9, n=2, max_tokens=12, temperature=0.0))
     await _steps(engine, gate, 1)
-    _stage(engine, seed=1)
-    commit = await _commit(engine, OnUpdate.RECOMPUTE_KV, 1)
-    await _steps(engine, gate, 1)
-    await commit
+    await _updated(engine, gate, OnUpdate.RECOMPUTE_KV, 1)
     assert gate.log == ["prefill 2 tokens to rows [0, 1]", "swap", "prefill 4 tokens to rows [0, 1]"]
     gate.open()
     one, other = (await task).choices
@@ -379,10 +329,7 @@ async def test_sample_that_starts_after_an_update_does_not_reuse_the_prompt_cach
     shorts.append(await _submitted(engine, _ask(7, 8, max_tokens=3)))
     long = await _submitted(engine, _ask(7, 8, 9, n=4, max_tokens=9))
     await _steps(engine, gate, 1)
-    _stage(engine, seed=1)
-    commit = await _commit(engine, on_update)
-    await _steps(engine, gate, 1)
-    await commit
+    await _updated(engine, gate, on_update)
     known = len(gate.log)
     await _steps(engine, gate, 2)  # each step ends one short sample, and a waiting sample gets the free row
     assert gate.log[known:] == joins
@@ -407,7 +354,6 @@ async def test_samples_aborted_by_an_update_return_the_tokens_sampled_so_far(eng
     running = await _started(engine, gate, _ask(7, n=4, max_tokens=12))
     waiting = await _submitted(engine, _ask(8, max_tokens=2))
     await _steps(engine, gate, 2)
-    _stage(engine, seed=1)
     commit = await _commit(engine, OnUpdate.ABORT)
     gate.open()
     await commit
@@ -428,7 +374,6 @@ async def test_update_in_abort_mode_ends_streams_with_finish_reason_abort(engine
     reading = asyncio.create_task(chunks())
     await _until(lambda: gate.waiting)
     await _steps(engine, gate, 1)
-    _stage(engine, seed=1)
     commit = await _commit(engine, OnUpdate.ABORT)
     gate.open()
     await commit
@@ -438,7 +383,6 @@ async def test_update_in_abort_mode_ends_streams_with_finish_reason_abort(engine
 async def test_update_in_drain_mode_waits_for_running_samples(engine, gate):
     running = await _started(engine, gate, _ask(7, n=3, max_tokens=6))
     await _steps(engine, gate, 2)
-    _stage(engine, seed=1)
     commit = await _commit(engine, OnUpdate.DRAIN)
     waiting = await _submitted(engine, _ask(8, max_tokens=2))
     await _steps(engine, gate, 2)
@@ -453,7 +397,6 @@ async def test_update_in_drain_mode_waits_for_running_samples(engine, gate):
 
 
 async def test_idle_engine_commits_new_weights_immediately(engine):
-    _stage(engine, seed=1)
     async with asyncio.timeout(DEADLINE_S):
         for version, on_update in enumerate(OnUpdate, start=1):
             await engine.commit(version=version, epoch=0, on_update=on_update)
@@ -467,7 +410,6 @@ async def test_closing_the_engine_fails_requests_and_pending_weight_commits_with
     running = await _started(engine, gate, _ask(7, n=4, max_tokens=50))
     waiting = await _submitted(engine, _ask(8))
     await _steps(engine, gate, 1)
-    _stage(engine, seed=1)
     commit = await _commit(engine, OnUpdate.DRAIN)
     closing = asyncio.create_task(engine.close())
     # Wait before the gate opens, or the engine would finish the answers.
@@ -606,9 +548,9 @@ async def test_engine_stops_if_its_cache_is_in_doubt_or_every_step_fails(gate, e
         while True:
             try:
                 await asyncio.wait_for(built.complete(_ask(7)), DEADLINE_S)
-            except EngineStopped:
-                raise
-            except ContractError:
+            except ContractError as error:
+                if isinstance(error, EngineStopped):
+                    raise
                 failed += 1
     await built.close()
     assert built.health().state is EngineState.STOPPED

@@ -6,13 +6,7 @@ from contextlib import aclosing
 import pytest
 
 from inference_contract.errors import EngineStopped, InvalidRequest
-from inference_contract.schemas import (
-    AnswerPrefix,
-    ChatCompletionRequest,
-    EngineState,
-    FinishReason,
-    StreamOptions,
-)
+from inference_contract.schemas import AnswerPrefix, ChatCompletionRequest, EngineState, FinishReason, StreamOptions
 from inference_contract.weights import OnUpdate
 from tests.fakes.gated_runner import DEADLINE_S
 

@@ -1,8 +1,5 @@
 """The client raises the engine's own errors, and names the URL if no engine answers."""
 
-import asyncio
-from contextlib import asynccontextmanager
-
 import pytest
 
 from inference_contract.errors import ContractError, InvalidRequest, NotPrepared, Unauthorized, UnknownModel
@@ -10,6 +7,7 @@ from inference_contract.schemas import ChatCompletionRequest, ChatMessage
 from inference_contract.weights import UpdatePhase, WeightUpdateRequest
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import EngineUnreachable
+from tests.fakes.raw_server import raw_server, response, sending
 from tests.fakes.scripted_engine import LAYOUT, application
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
@@ -70,38 +68,18 @@ async def test_closed_port_raises_engine_unreachable(client):
         await client.health("http://127.0.0.1:9")
 
 
-@asynccontextmanager
-async def answering(answer):
-    """Run a server that sends `answer` once per connection; yield its URL and the number of connections."""
-    connections = [0]
-
-    async def reply(reader, writer):
-        connections[0] += 1
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(answer)
-        await writer.drain()
-        writer.close()
-
-    async with await asyncio.start_server(reply, "127.0.0.1", 0) as server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", connections
-
-
-def whole(body, status=b"200 OK", more=b""):
-    return b"HTTP/1.1 " + status + b"\r\ncontent-length: %d\r\n" % len(body) + more + b"\r\n" + body
-
-
 @pytest.mark.parametrize(
     ("answer", "raised", "sentence"),
     [
-        (whole(b"{}"), EngineUnreachable, "must answer with a Health; state: Field required"),
+        (response(b"{}"), EngineUnreachable, "must answer with a Health; state: Field required"),
         (b"SSH-2.0-OpenSSH\r\n", EngineUnreachable, "is the engine running"),
-        (whole(b"<html>", b"502 Bad Gateway"), EngineUnreachable, "HTTP 502 without the contract's error"),
-        (whole(b"Internal Server Error", b"500 Internal Server Error"), EngineUnreachable, "HTTP 500 without"),
-        (whole(b"", b"302 Found", b"location: /login\r\n"), ContractError, "got HTTP 302 with another body"),
+        (response(b"<html>", status=502), EngineUnreachable, "HTTP 502 without the contract's error"),
+        (response(b"Internal Server Error", status=500), EngineUnreachable, "HTTP 500 without"),
+        (response(b"", status=302, location="/login"), ContractError, "got HTTP 302 with another body"),
     ],
     ids=["JSON outside the contract", "not HTTP", "proxy error", "internal server error", "redirect to a login page"],
 )
 async def test_server_that_is_no_engine_gives_an_error_that_says_so(answer, raised, sentence):
-    async with answering(answer) as (url, _), EngineClient() as client:
+    async with raw_server(sending(answer)) as url, EngineClient() as client:
         with pytest.raises(raised, match=sentence):
             await client.health(url)

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 
@@ -11,6 +11,7 @@ from inference_contract.weights import UpdatePhase, UpdateStatus, WeightUpdateRe
 from pipelinerl.engines.http import client as engine_client
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import EngineUnreachable
+from tests.fakes.raw_server import response
 from tests.fakes.scripted_engine import LAYOUT
 from tests.patience import PATIENCE_S
 
@@ -19,13 +20,8 @@ UPDATE = WeightUpdateRequest(phase=UpdatePhase.PREPARE, version=1, group="g", ge
 CHAT = ChatCompletionRequest(messages=[ChatMessage(role="user", content="1 + 2")], max_tokens=4)
 CHUNK = b'{"id":"c","created":0,"model":"m","choices":[],"model_version":0}'
 
-
-def whole(body, more=b""):
-    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n" % len(body) + more + b"\r\n" + body
-
-
-OK = whole(HEALTH)
-UPDATED = whole(b'{"epoch":0,"version":1,"status":"%s"}' % UpdateStatus.PREPARED.value.encode())
+OK = response(HEALTH)
+UPDATED = response(b'{"epoch":0,"version":1,"status":"%s"}' % UpdateStatus.PREPARED.value.encode())
 CUT_SHORT = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 99\r\n\r\n{"
 
 
@@ -61,23 +57,17 @@ class Peer:
 
 
 @asynccontextmanager
-async def talking(peer, *, timeout_s=PATIENCE_S):
+async def talking(*answers, timeout_s=PATIENCE_S):
+    peer = Peer(*answers)
     async with (
         await asyncio.start_server(peer.serve, "127.0.0.1", 0) as server,
         EngineClient(token="secret", chat_timeout_s=timeout_s, state_timeout_s=timeout_s) as client,
     ):
-        yield client, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-
-
-async def arrived(peer, count):
-    async with asyncio.timeout(PATIENCE_S):
-        while len(peer.received) < count:
-            await asyncio.sleep(0.005)
+        yield peer, client, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 async def test_requests_to_an_engine_share_a_connection_and_carry_its_token():
-    peer = Peer(OK, UPDATED)
-    async with talking(peer) as (client, url):
+    async with talking(OK, UPDATED) as (peer, client, url):
         assert (await client.health(url)).model_version == 3
         assert (await client.request_weight_update(url, UPDATE)).version == 1
     assert peer.connections == 1
@@ -88,8 +78,7 @@ async def test_requests_to_an_engine_share_a_connection_and_carry_its_token():
 
 
 async def test_concurrent_requests_to_one_engine_use_separate_connections():
-    peer = Peer(OK, OK, OK)
-    async with talking(peer) as (client, url):
+    async with talking(OK, OK, OK) as (peer, client, url):
         await asyncio.gather(*(client.health(url) for _ in range(3)))
     assert peer.connections == 3
 
@@ -105,8 +94,7 @@ async def test_concurrent_requests_to_one_engine_use_separate_connections():
     ids=["no response", "body cut short", "not HTTP", "endless headers"],
 )
 async def test_incomplete_response_raises_and_its_connection_is_not_reused(answer):
-    peer = Peer(answer, OK)
-    async with talking(peer) as (client, url):
+    async with talking(answer, OK) as (peer, client, url):
         with pytest.raises(EngineUnreachable):
             await client.chat(url, CHAT)
         assert (await client.health(url)).model_version == 3
@@ -114,40 +102,38 @@ async def test_incomplete_response_raises_and_its_connection_is_not_reused(answe
 
 
 async def test_response_that_is_too_large_to_be_an_engines_raises():
-    async with talking(Peer(b"HTTP/1.1 200 OK\r\n\r\n" + b" " * (engine_client._MOST_BYTES + 1))) as (client, url):
+    endless = b"HTTP/1.1 200 OK\r\n\r\n" + b" " * (engine_client._MOST_BYTES + 1)
+    async with talking(endless) as (_, client, url):
         with pytest.raises(EngineUnreachable, match="sends more than 1048576 bytes"):
             await client.health(url)
 
 
-async def test_weight_update_is_repeated_if_the_engine_has_closed_the_reused_connection():
-    peer = Peer(OK, None, UPDATED)
-    async with talking(peer) as (client, url):
-        await client.health(url)
-        assert (await client.request_weight_update(url, UPDATE)).version == 1
-    assert (peer.connections, peer.received[1]) == (2, peer.received[2])
+async def update(client, url):
+    assert (await client.request_weight_update(url, UPDATE)).version == 1
+
+
+async def chat(client, url):
+    await client.chat(url, CHAT)
 
 
 @pytest.mark.parametrize(
-    ("answers", "request_count"),
-    [((OK, None, None), 3), ((OK, CUT_SHORT), 2)],
-    ids=["closed after the retry", "response has begun"],
+    ("call", "answers", "fails", "request_count"),
+    [
+        (update, (None, UPDATED), nullcontext(), 3),
+        (update, (None, None), pytest.raises(EngineUnreachable), 3),
+        (update, (CUT_SHORT,), pytest.raises(EngineUnreachable), 2),
+        (chat, (None,), pytest.raises(EngineUnreachable), 2),
+    ],
+    ids=["update, closed", "update, closed again", "update, response has begun", "completion"],
 )
-async def test_weight_update_is_repeated_only_once_and_not_if_its_response_has_begun(answers, request_count):
-    peer = Peer(*answers)
-    async with talking(peer) as (client, url):
+async def test_only_a_weight_update_is_repeated_and_only_once_if_the_engine_has_closed_the_reused_connection(
+    call, answers, fails, request_count
+):
+    async with talking(OK, *answers) as (peer, client, url):
         await client.health(url)
-        with pytest.raises(EngineUnreachable):
-            await client.request_weight_update(url, UPDATE)
-    assert len(peer.received) == request_count
-
-
-async def test_completion_is_requested_only_once():
-    peer = Peer(OK, None)
-    async with talking(peer) as (client, url):
-        await client.health(url)
-        with pytest.raises(EngineUnreachable):
-            await client.chat(url, CHAT)
-    assert len(peer.received) == 2
+        with fails:
+            await call(client, url)
+    assert len(peer.received) == request_count and peer.received[1] == peer.received[-1]
 
 
 async def health(client, url):
@@ -162,8 +148,7 @@ async def stream(client, url):
 @pytest.mark.parametrize("call", [health, stream])
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhi"], ids=["silent", "partial"])
 async def test_timed_out_request_does_not_leave_its_late_response_to_another_request(call, answer):
-    peer = Peer(answer, OK)
-    async with talking(peer, timeout_s=0.1) as (client, url):
+    async with talking(answer, OK, timeout_s=0.1) as (peer, client, url):
         with pytest.raises(EngineUnreachable, match=r"within 0\.1 s"):
             await call(client, url)
         await client.health(url)
@@ -172,10 +157,11 @@ async def test_timed_out_request_does_not_leave_its_late_response_to_another_req
 
 @pytest.mark.parametrize("call", [health, stream])
 async def test_connection_of_a_cancelled_request_is_not_reused(call):
-    peer = Peer(b"", OK)
-    async with talking(peer) as (client, url):
+    async with talking(b"", OK) as (peer, client, url):
         task = asyncio.ensure_future(call(client, url))
-        await arrived(peer, 1)
+        async with asyncio.timeout(PATIENCE_S):
+            while not peer.received:
+                await asyncio.sleep(0.005)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await client.health(url)
@@ -184,29 +170,21 @@ async def test_connection_of_a_cancelled_request_is_not_reused(call):
 
 async def test_streamed_completion_yields_each_event_as_it_arrives_and_frees_its_connection():
     event = b"data: " + CHUNK + b"\n\n"
-    peer = Peer(whole(event + event + b"data: [DONE]\n\n"), OK)
-    async with talking(peer) as (client, url):
+    async with talking(response(event + event + b"data: [DONE]\n\n"), OK) as (peer, client, url):
         assert [chunk.id async for chunk in client.stream(url, CHAT)] == ["c", "c"]
         await client.health(url)
     assert peer.connections == 1
 
 
-async def test_interrupted_stream_yields_what_has_arrived_before_it_raises():
-    peer = Peer(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 999\r\n\r\ndata: " + CHUNK + b"\n\n", OK)
-    async with talking(peer) as (client, url):
+@pytest.mark.parametrize("breaks", [True, False], ids=["interrupted", "closed early"])
+async def test_stream_that_does_not_end_yields_what_has_arrived_and_its_connection_is_not_reused(breaks):
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 999\r\n" + b"connection: close\r\n" * breaks
+    async with talking(head + b"\r\ndata: " + CHUNK + b"\n\n", OK) as (peer, client, url):
         chunks = client.stream(url, CHAT)
         assert (await anext(chunks)).id == "c"
-        with pytest.raises(EngineUnreachable):
-            await anext(chunks)
-        await client.health(url)
-    assert peer.connections == 2
-
-
-async def test_connection_of_a_stream_that_was_closed_early_is_not_reused():
-    peer = Peer(b"HTTP/1.1 200 OK\r\ncontent-length: 999\r\n\r\ndata: " + CHUNK + b"\n\n", OK)
-    async with talking(peer) as (client, url):
-        chunks = client.stream(url, CHAT)
-        await anext(chunks)
+        if breaks:
+            with pytest.raises(EngineUnreachable):
+                await anext(chunks)
         await chunks.aclose()
         await client.health(url)
     assert peer.connections == 2

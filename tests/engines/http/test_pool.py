@@ -16,17 +16,14 @@ from inference_contract.schemas import (
     Health,
     Usage,
 )
-from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import NEAR_TOKENS, EnginePool, LeastBusy, cost
 from pipelinerl.engines.http.prompts import PromptCheck
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.errors import DeadlineError, EngineUnreachable
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.plugins.bigram.engine import BigramRunner
-from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
-from tests.fakes.engine_options import engine_options
+from tests.fakes.engine_options import bigram_engine
 from tests.fakes.scripted_engine import ScriptedEngine, application
 from tests.fakes.served import as_process, in_thread
 from tests.patience import PATIENCE_S, SOON_S
@@ -121,14 +118,8 @@ def test_picking_the_least_busy_engine_does_not_scan_all_engines():
     assert len(load._heap) <= 4 * (1000 + 16), "what is not true any more does not pile up"
 
 
-ANSWER = ChatCompletion(
-    id="1",
-    created=0,
-    model="m",
-    choices=[],
-    usage=Usage(prompt_tokens=1, completion_tokens=0, total_tokens=1),
-    model_version=0,
-)
+USAGE = Usage(prompt_tokens=1, completion_tokens=0, total_tokens=1)
+ANSWER = ChatCompletion(id="1", created=0, model="m", choices=[], usage=USAGE, model_version=0)
 
 
 def ask(**fields):
@@ -151,9 +142,7 @@ class Script:
             await asyncio.sleep(outcome)
         if isinstance(outcome, asyncio.Event):
             await outcome.wait()
-        if isinstance(outcome, ChatCompletion):
-            return outcome
-        return ANSWER
+        return outcome if isinstance(outcome, ChatCompletion) else ANSWER
 
     async def health(self, url):
         return Health(state=EngineState.READY, model_version=0, epoch=0)
@@ -161,6 +150,13 @@ class Script:
     async def stream(self, url, request):
         raise AssertionError("it does not offer to go on with an answer")
         yield  # makes this function an async generator
+
+
+async def begun(pool, request, **how):
+    """Send a request, and return once it waits for its engine."""
+    task = asyncio.create_task(pool.complete(request, **how))
+    await asyncio.sleep(0.01)
+    return task
 
 
 def test_cost_of_a_request_counts_its_prompt_once_and_the_tokens_of_every_sample():
@@ -185,8 +181,7 @@ async def test_later_turns_prefer_the_engine_of_earlier_turns_unless_it_is_much_
     large = ask(n=1, max_tokens=NEAR_TOKENS)
     answers = []
     for request, near in ((ask(), "b"), (large, "b"), (ask(), "b"), (ask(), "gone")):
-        answers.append(asyncio.create_task(pool.complete(request, near=near)))
-        await asyncio.sleep(0.01)
+        answers.append(await begun(pool, request, near=near))
     may_end.set()
     assert [(await answer).url for answer in answers] == ["b", "b", "a", "a"]
 
@@ -203,7 +198,10 @@ async def test_request_keeps_its_seed_when_it_moves_from_a_failing_engine_to_ano
     assert pool.outstanding["a"] == 0
 
 
-@pytest.mark.parametrize("error", [InvalidRequest("top_p is not taken", param="top_p"), NotFinite("a fault")])
+REFUSALS = pytest.mark.parametrize("error", [InvalidRequest("top_p is not taken", param="top_p"), NotFinite("a fault")])
+
+
+@REFUSALS
 async def test_request_rejected_by_one_engine_is_sent_to_another_engine(error):
     client = Script(a=lambda: error, b=lambda: None)
     pool = EnginePool(client, ["a", "b"])
@@ -211,7 +209,7 @@ async def test_request_rejected_by_one_engine_is_sent_to_another_engine(error):
     assert client.calls == [("a", 4), ("b", 4)] * 2, "the refusal says nothing of the next request"
 
 
-@pytest.mark.parametrize("error", [InvalidRequest("top_p is not taken", param="top_p"), NotFinite("a fault")])
+@REFUSALS
 async def test_request_rejected_by_every_engine_raises_promptly(error):
     client = Script(a=lambda: InvalidRequest("too long"), b=lambda: error)
     with pytest.raises(type(error), match=f"^b: {error}$") as raised:
@@ -239,8 +237,7 @@ async def test_request_is_retried_on_a_full_engine_but_not_on_an_engine_that_rej
 
 async def test_request_fails_only_when_every_serving_engine_has_rejected_it():
     pool = EnginePool(Script(a=lambda: InvalidRequest("too long"), b=lambda: Dirty("half received")), ["a", "b"])
-    pending = asyncio.create_task(pool.complete(ask()))
-    await asyncio.sleep(0.01)
+    pending = await begun(pool, ask())
     pool.update([], finishing=["a", "b"])
     await asyncio.sleep(0.01)
     assert not pending.done()
@@ -251,13 +248,9 @@ async def test_request_fails_only_when_every_serving_engine_has_rejected_it():
 
 async def test_prompt_too_long_for_one_engine_is_answered_by_an_engine_with_a_longer_context(tokenizer):
     """Use two real engines with different context lengths."""
-
-    def built(context_length):
-        model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=context_length)
-        return BatchingEngine(engine_options(), load=lambda: BigramRunner(model, rows=2), tokenizer=tokenizer)
-
+    short_one, long_one = (bigram_engine(tokenizer, context_length=length) for length in (32, 64))
     long = ChatCompletionRequest(prompt_token_ids=[7] * 40, seed=4, max_tokens=2)
-    with in_thread(create_app(built(32), token=None)) as one, in_thread(create_app(built(64), token=None)) as other:
+    with in_thread(create_app(short_one, token=None)) as one, in_thread(create_app(long_one, token=None)) as other:
         async with EngineClient() as client, asyncio.timeout(PATIENCE_S):
             pool = EnginePool(client, [one, other])
             # The requests are sent concurrently, so each engine gets one.
@@ -270,13 +263,11 @@ async def test_prompt_too_long_for_one_engine_is_answered_by_an_engine_with_a_lo
 
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f"}}]], ids=["plain", "tools"])
 async def test_text_of_an_answer_is_reported_while_a_real_engine_samples_it(tools, tokenizer):
-    model = BigramModel.random(tokenizer.vocab_size, seed=1, context_length=64)
-    engine = BatchingEngine(engine_options(), load=lambda: BigramRunner(model, rows=2), tokenizer=tokenizer)
     request = ChatCompletionRequest(
         prompt_token_ids=[7] * 4, seed=4, max_tokens=16, return_token_ids=True, tools=tools, ignore_eos=True
     )
     texts = []
-    with in_thread(create_app(engine, token=None)) as url:
+    with in_thread(create_app(bigram_engine(tokenizer), token=None)) as url:
         async with EngineClient() as client, asyncio.timeout(PATIENCE_S):
             pool = EnginePool(client, [url])
             streamed = (await pool.complete(request, on_text=texts.append)).completion.choices[0]
@@ -299,16 +290,14 @@ async def test_engine_that_misses_a_deadline_is_avoided_for_a_while():
         await asyncio.wait_for(pool.complete(ask()), SOON_S)
     assert (await pool.complete(ask())).url == "b"
     pool = EnginePool(client, ["a"], suspect_s=60.0)
-    running = asyncio.create_task(pool.complete(ask()))
-    await asyncio.sleep(0.01)
+    running = await begun(pool, ask())
     pool.update(["b"])
     assert (await running).url == "b" and not pool._suspect_until
 
 
 async def test_waiting_request_uses_an_engine_as_soon_as_it_joins():
     pool = EnginePool(Script(late=lambda: None), deadline_s=PATIENCE_S)
-    waiting = asyncio.create_task(pool.complete(ask()))
-    await asyncio.sleep(0.02)
+    waiting = await begun(pool, ask())
     pool.update(["late"])
     assert (await waiting).url == "late"
 
@@ -316,8 +305,7 @@ async def test_waiting_request_uses_an_engine_as_soon_as_it_joins():
 async def test_draining_engine_finishes_its_request():
     may_end = asyncio.Event()
     pool = EnginePool(Script(a=lambda: may_end, b=lambda: None), ["a"])
-    running = asyncio.create_task(pool.complete(ask()))
-    await asyncio.sleep(0.01)
+    running = await begun(pool, ask())
     pool.update(["b"], finishing=["a"])
     may_end.set()
     assert (await running).url == "a" and pool.outstanding == {"b": 0}
@@ -326,8 +314,7 @@ async def test_draining_engine_finishes_its_request():
 async def test_requests_still_running_on_an_engine_count_as_load_when_that_engine_serves_again():
     may_end = asyncio.Event()
     pool = EnginePool(Script(a=lambda: may_end, b=lambda: None), ["a"])
-    old = asyncio.create_task(pool.complete(ask(n=8)))
-    await asyncio.sleep(0.01)
+    old = await begun(pool, ask(n=8))
     pool.update(["b"], finishing=["a"])
     pool.update(["a", "b"])
     assert pool.outstanding == {"a": 43, "b": 0}
@@ -337,14 +324,13 @@ async def test_requests_still_running_on_an_engine_count_as_load_when_that_engin
 
 
 async def test_request_of_a_removed_engine_moves_to_another_engine_and_keeps_its_seed():
-    client, begun = Script(a=lambda: 30.0, b=lambda: None), []
+    client, beginnings = Script(a=lambda: 30.0, b=lambda: None), []
     pool = EnginePool(client, ["a"])
-    running = asyncio.create_task(pool.complete(ask(), begun=lambda: begun.append(len(client.calls))))
-    await asyncio.sleep(0.01)
+    running = await begun(pool, ask(), begun=lambda: beginnings.append(len(client.calls)))
     pool.update(["b"])
     pool.update(["b"])
     assert (await running).url == "b" and client.calls == [("a", 4), ("b", 4)]
-    assert begun == [0, 1], "each try is a new beginning"
+    assert beginnings == [0, 1], "each try is a new beginning"
     assert pool.outstanding == {"b": 0}
 
 
@@ -409,13 +395,11 @@ async def test_request_rejected_by_the_engine_that_it_names_is_not_sent_to_anoth
 async def test_request_that_names_an_engine_runs_while_that_engine_drains_and_fails_when_it_is_removed():
     outcomes = [Overloaded("full"), None]
     pool = EnginePool(Script(a=lambda: outcomes.pop(0), b=lambda: None))
-    waiting = asyncio.create_task(pool.complete(ask(), engine="a"))
-    await asyncio.sleep(0)
+    waiting = await begun(pool, ask(), engine="a")
     pool.update(["b"], finishing=["a"])
     assert (await waiting).url == "a", "tried again on itself alone"
     outcomes.append(60.0)
-    running = asyncio.create_task(pool.complete(ask(), engine="a"))
-    await asyncio.sleep(0)
+    running = await begun(pool, ask(), engine="a")
     pool.update(["b"])
     with pytest.raises(EngineUnreachable, match="a, the only engine for this request, is no longer part of the run"):
         await running
@@ -425,11 +409,8 @@ async def test_engine_that_renders_prompts_otherwise_than_the_run_is_not_used_an
     char_tokenizer().save_pretrained(tmp_path, save_jinja_files=False)
     question = ChatCompletionRequest(messages=[ChatMessage(role="user", content="x")], max_tokens=5)
     right = ChatTokenizer.load(tmp_path).encode_request(question)
-    of = {"a": [1, *right], "b": right}
-    client = Script(
-        a=lambda: ANSWER.model_copy(update={"prompt_token_ids": of["a"]}),
-        b=lambda: ANSWER.model_copy(update={"prompt_token_ids": of["b"]}),
-    )
+    wrong, own = (ANSWER.model_copy(update={"prompt_token_ids": ids}) for ids in ([1, *right], right))
+    client = Script(a=lambda: wrong, b=lambda: own)
     pool = EnginePool(client, ["a", "b"], check_prompt=PromptCheck(tmp_path))
     assert [(await pool.complete(question)).url for _ in range(3)] == ["b", "b", "b"]
     pool.update(["a"])

@@ -21,6 +21,7 @@ from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokeniz
 from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
 from tests.fakes.spoiled_token import refuses_alone, spoil, untied
+from tests.fakes.torch_rows import bytes_of
 from tests.fakes.update_in_flight import samples_across_an_update
 from trainer_contract.types import Device, Kernels, WeightDType
 
@@ -66,10 +67,6 @@ async def test_torch_engine_answers_chats_and_reports_its_model_card_and_metrics
     assert metrics.prompt_tokens_total == len(answer.prompt_token_ids)
 
 
-def _bytes(model):
-    return torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()])
-
-
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("on_update", [OnUpdate.CONTINUE, OnUpdate.RECOMPUTE_KV])
 async def test_torch_engine_updates_weights_during_decoding(options, endless, model_path, on_update, early):
@@ -82,7 +79,7 @@ async def test_torch_engine_updates_weights_during_decoding(options, endless, mo
     engine = BatchingEngine(options, load=load, tokenizer=endless)
     await engine.start()
     await samples_across_an_update(
-        gates[0], engine, model_path, on_update, factor=1.5, tolerance=1e-5, as_bytes=_bytes, early=early
+        gates[0], engine, model_path, on_update, factor=1.5, tolerance=1e-5, as_bytes=bytes_of, early=early
     )
     await engine.close()
 
@@ -97,7 +94,7 @@ async def test_prompt_with_nonfinite_logits_is_rejected_without_affecting_the_ne
     own_head = replace(options, model_path=tmp_path, slots=slots)
     engine = BatchingEngine(own_head, load=lambda: load_runner(own_head, starts_early=early), tokenizer=endless)
     await engine.start()
-    await spoil(engine, tmp_path, _bytes)
+    await spoil(engine, tmp_path, bytes_of)
     await refuses_alone(engine)
     await engine.close()
 
@@ -114,7 +111,7 @@ async def test_engine_with_nonfinite_weights_recovers_with_the_next_update(optio
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(factor)
-        engine.staging()[:] = _bytes(model)
+        engine.staging()[:] = bytes_of(model)
         await asyncio.to_thread(engine.finish_staging)
         await engine.commit(version=version, epoch=0, on_update=OnUpdate.CONTINUE)
         answers = await asyncio.gather(*map(engine.complete, requests), return_exceptions=True)
@@ -141,7 +138,7 @@ async def test_engine_that_preempts_samples_for_lack_of_cache_samples_the_same_t
 
     With `early`, the engine also starts each step that it can before it has the tokens of the step before it.
     """
-    same = _bytes(AutoModelForCausalLM.from_pretrained(model_path))
+    same = bytes_of(AutoModelForCausalLM.from_pretrained(model_path))
     requests = [
         ChatCompletionRequest(
             prompt_token_ids=[1 + place] * 20, max_tokens=length, n=2, seed=place, return_token_ids=True

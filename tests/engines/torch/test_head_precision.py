@@ -5,10 +5,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipelinerl.config.recipe import MODELS
-from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.torch.engine import load_runner
 from pipelinerl.engines.torch.forward import ModuleForward
 from tests.fakes.engine_options import engine_options
+from tests.fakes.torch_rows import Row, start
 from trainer_contract.types import Device, HeadPrecision, WeightDType
 
 PROMPT = [7, 12, 9, 20, 31, 8, 44]
@@ -35,25 +35,15 @@ def model_path(request, tmp_path):
 
 
 def runner(path, dtype, head, *, modules=False):
-    made = load_runner(
-        engine_options(
-            model_path=path,
-            slots=2,
-            context_length=32,
-            dtype=dtype,
-            head_precision=head,
-            device=Device.CPU,
-            threads=1,
-        )
-    )
+    of_model = {"model_path": path, "dtype": dtype, "head_precision": head}
+    made = load_runner(engine_options(slots=2, context_length=32, device=Device.CPU, threads=1, **of_model))
     if modules:
         made._forward = ModuleForward(made._model)
     return made
 
 
 def logits_after_prompt(engine):
-    engine.prefill([Prefill(PROMPT[:-1], [0])])
-    engine.place([RowState(0, PROMPT[-1], len(PROMPT) - 1, 0, temperature=1.0, top_p=1.0, top_k=0)])
+    start(engine, [Row(PROMPT)])
     plan = engine._cache.plan_decode(engine._rows.positions[:1])
     with torch.inference_mode():
         return engine._forward.logits(torch.tensor([PROMPT[-1:]]), plan.positions, engine._cache, plan)[0]

@@ -3,10 +3,7 @@
 Families of `tests.families.zoo` stand for the kinds of layers; the page of models lists the others.
 """
 
-from __future__ import annotations
-
 import asyncio
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -18,7 +15,7 @@ from inference_contract.schemas import ChatCompletionRequest
 from inference_contract.weights import OnUpdate
 from pipelinerl import rng
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.batching.model_runner import Prefill
 from pipelinerl.engines.memory_budget import budget_of
 from pipelinerl.engines.torch import forward
 from pipelinerl.engines.torch.engine import load_runner
@@ -26,6 +23,7 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.model_shape import read_shape
 from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
+from tests.fakes.torch_rows import Row, bytes_of, decode, place, prefilled, start, swap
 from tests.fakes.update_in_flight import samples_across_an_update
 from tests.families import zoo
 from trainer_contract.types import Device, Kernels, WeightDType
@@ -60,39 +58,10 @@ def _reference(path):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-@dataclass
-class Row:
-    prompt: list[int]
-    key: int = 0
-    sampled: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    @property
-    def tokens(self):
-        return self.prompt + self.sampled
-
-    def state(self, row):
-        position = len(self.tokens) - 1
-        given = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "num_sampled": len(self.sampled)}
-        return RowState(row, self.tokens[-1], position, self.key, **given)
-
-
-def _start(runner, rows, at):
-    runner.prefill([Prefill(row.tokens[:-1], [at + i]) for i, row in enumerate(rows) if len(row.tokens) > 1])
-    runner.place([row.state(at + i) for i, row in enumerate(rows)])
-
-
 def _join(runner, source, rows, at):
     """Start samples of the prompt of row `source` late."""
     runner.copy_cache(source, range(at, at + len(rows)), len(rows[0].prompt) - 1)
-    runner.place([row.state(at + i) for i, row in enumerate(rows)])
-
-
-def _decode(runner, rows, steps):
-    for _ in range(steps):
-        for row, token, logprob in zip(rows, *runner.decode(len(rows)), strict=True):
-            row.sampled.append(token)
-            row.logprobs.append(logprob)
+    place(runner, rows, at)
 
 
 @torch.no_grad()
@@ -102,36 +71,26 @@ def _whole(model, row):
     return picked[len(row.prompt) - 1 :].tolist()
 
 
-def _swap(runner, model):
-    runner.staging().copy_(_bytes(model))
-    runner.finish_staging()
-    runner.swap()
-
-
-def _bytes(model):
-    return torch.cat([each.detach().reshape(-1).view(torch.uint8) for each in model.parameters()])
-
-
 @pytest.mark.parametrize("name", [*PAGED, *STATEFUL])
 def test_rows_that_join_end_and_move_sample_as_transformers_computes(models, name):
     """Two prompts share a full block, two are equal, one is a single token, and samples of a prompt join late."""
     runner, common = _load(models / name), _prompt(0, 40)
     prompts = [_prompt(1, 9), common, [*common[:35], *_prompt(2, 3)], common, _prompt(3, 1), _prompt(4, 9)]
-    rows = [Row(prompt, key) for key, prompt in enumerate(prompts)]
-    late = [Row(common, 10 + key) for key in range(3)]
-    _start(runner, rows[:4], 0)
-    _decode(runner, rows[:4], 3)
+    rows = [Row(prompt, noise_key=key) for key, prompt in enumerate(prompts)]
+    late = [Row(common, noise_key=10 + key) for key in range(3)]
+    start(runner, rows[:4], 0)
+    decode(runner, rows[:4], 3)
     _join(runner, 1, late[:1], 4)
     running = [*rows[:4], late[0]]
-    _decode(runner, running, 2)
+    decode(runner, running, 2)
     runner.release([1, 3])
     runner.move([4], [1])
     running = [rows[0], late[0], rows[2]]
-    _decode(runner, running, 2)
+    decode(runner, running, 2)
     _join(runner, 1, late[1:], 3)
-    _start(runner, rows[4:], 5)
+    start(runner, rows[4:], 5)
     running += [*late[1:], *rows[4:]]
-    _decode(runner, running, 20)
+    decode(runner, running, 20)
     model = _reference(models / name)
     for row in (*rows, *late):
         assert row.logprobs == pytest.approx(_whole(model, row), abs=WITHIN.get(name, 2e-5))
@@ -141,15 +100,15 @@ def test_rows_that_join_end_and_move_sample_as_transformers_computes(models, nam
 def _in_flight(old, new, row, count):
     """Return log-probs by transformers' cache: the old model fills it with all but the last `count` tokens fed."""
     tokens, cache = row.tokens, DynamicCache(config=old.config)
-    start = len(tokens) - 1 - count
+    begun = len(tokens) - 1 - count
     named = "cache_params" if old.config.model_type == "mamba2" else "past_key_values"
-    if start:
-        old(input_ids=torch.tensor([tokens[:start]]), use_cache=True, **{named: cache})
+    if begun:
+        old(input_ids=torch.tensor([tokens[:begun]]), use_cache=True, **{named: cache})
     found = []
-    for place in range(start, len(tokens) - 1):
-        fed, position = torch.tensor([[tokens[place]]]), torch.tensor([[place]])
+    for at in range(begun, len(tokens) - 1):
+        fed, position = torch.tensor([[tokens[at]]]), torch.tensor([[at]])
         logits = new(input_ids=fed, position_ids=position, use_cache=True, **{named: cache}).logits[0, -1]
-        found.append(float(logits.log_softmax(-1)[tokens[place + 1]]))
+        found.append(float(logits.log_softmax(-1)[tokens[at + 1]]))
     return found
 
 
@@ -160,18 +119,20 @@ def test_update_in_flight_keeps_what_older_weights_cached_until_it_is_recomputed
     with torch.no_grad():
         for parameter in new.parameters():
             parameter.add_(parameter, alpha=0.05)
-    rows = [Row(_prompt(5, 9), 1), Row(_prompt(6, 38), 2), Row(_prompt(5, 9), 3)]
-    _start(runner, rows, 0)
-    _decode(runner, rows, 4)
-    _swap(runner, new)
-    _decode(runner, rows, 6)
+    rows = [Row(_prompt(5, 9), noise_key=1), Row(_prompt(6, 38), noise_key=2), Row(_prompt(5, 9), noise_key=3)]
+    start(runner, rows, 0)
+    decode(runner, rows, 4)
+    swap(runner, bytes_of(new))
+    decode(runner, rows, 6)
     for row in rows:
         assert row.logprobs[4:] == pytest.approx(_in_flight(old, new, row, 6), abs=1e-4)
-    _start(runner, [*rows, Row(_prompt(5, 9), 4)], 0)  # as `recompute_kv` does, and a preempted row that resumes
-    late = Row(_prompt(5, 9), 5)
+    start(
+        runner, [*rows, Row(_prompt(5, 9), noise_key=4)], 0
+    )  # as `recompute_kv` does, and a preempted row that resumes
+    late = Row(_prompt(5, 9), noise_key=5)
     rows.append(late)
     _join(runner, 0, [late], 3)
-    _decode(runner, rows, 3)
+    decode(runner, rows, 3)
     for row in rows:
         assert row.logprobs[-3:] == pytest.approx(_whole(new, row)[-3:], abs=WITHIN.get(name, 2e-5))
 
@@ -190,10 +151,11 @@ def test_layers_with_a_window_keep_no_more_and_sample_as_transformers_computes(m
         row, old = int(draw.integers(max(1, len(running)))), ended[int(draw.integers(len(ended)))]
         if action <= 1 and len(running) < 6:
             text = old.tokens[: int(draw.integers(1, 60))] if action else old.tokens[:60]
-            running.append(Row([*text, *_prompt(int(draw.integers(99)), int(draw.integers(1, 9)))], len(ended)))
-            _start(runner, running[-1:], len(running) - 1)
+            text += _prompt(int(draw.integers(99)), int(draw.integers(1, 9)))
+            running.append(Row(text, noise_key=len(ended)))
+            start(runner, running[-1:], len(running) - 1)
         elif action == 2 and len(running) < 6 and len(running[row].prompt) > 1:
-            running.append(Row(running[row].prompt, 50 + len(ended)))
+            running.append(Row(running[row].prompt, noise_key=50 + len(ended)))
             _join(runner, row, running[-1:], len(running) - 1)
         elif action == 3 or any(len(each.tokens) > 84 for each in running):
             ended.append(running.pop(row))
@@ -203,9 +165,9 @@ def test_layers_with_a_window_keep_no_more_and_sample_as_transformers_computes(m
                 running.insert(row, running.pop())
         elif action == 4:
             runner.release([row])
-            _start(runner, [running[row]], row)
+            start(runner, [running[row]], row)
         else:
-            _decode(runner, running, int(draw.integers(1, 9)))
+            decode(runner, running, int(draw.integers(1, 9)))
         needed = {block for each in windows._needed for block in each}
         assert all(len(each) <= runner._in_window for each in windows._needed)
         assert (windows.of_block[list(needed)] >= 0).all()
@@ -217,34 +179,19 @@ def test_layers_with_a_window_keep_no_more_and_sample_as_transformers_computes(m
         assert each.logprobs == pytest.approx(_whole(model, each)[-len(each.logprobs) or 999 :], abs=2e-5)
 
 
-def _prefilled(runner, prefills):
-    """Run prefills; return (number of prompts, tokens per prompt) for each forward pass that they needed."""
-    shapes = []
-    fill = runner._forward.fill
-
-    def counted(token_ids, *rest):
-        shapes.append(tuple(token_ids.shape))
-        fill(token_ids, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner._forward, "fill", counted)
-        runner.prefill(prefills)
-    return shapes
-
-
 def test_prompt_of_a_running_row_is_computed_once_even_if_the_row_has_gone_on_and_moved(models):
     runner, prompt = _load(models / "lfm2"), _prompt(0, 40)
-    assert _prefilled(runner, [Prefill(prompt, [0]), Prefill(_prompt(1, 40), [1]), Prefill(prompt, [2])]) == [(2, 40)]
-    assert _prefilled(runner, [Prefill(_prompt(2, 7), [3]), Prefill(_prompt(3, 40), [4])]) == [(1, 7), (1, 40)]
-    runner.place([Row([*prompt, 20]).state(row) for row in range(5)])
+    assert prefilled(runner, [Prefill(prompt, [0]), Prefill(_prompt(1, 40), [1]), Prefill(prompt, [2])]) == [(2, 40)]
+    assert prefilled(runner, [Prefill(_prompt(2, 7), [3]), Prefill(_prompt(3, 40), [4])]) == [(1, 7), (1, 40)]
+    place(runner, [Row([*prompt, 20])] * 5)
     runner.decode(5)
     runner.release([0, 1])
     runner.move([4, 3], [0, 1])
-    assert _prefilled(runner, [Prefill(prompt, [3])]) == []
+    assert prefilled(runner, [Prefill(prompt, [3])]) == []
     runner.release([2, 3])
-    assert _prefilled(runner, [Prefill(prompt, [2])]) == [(1, 40)]
+    assert prefilled(runner, [Prefill(prompt, [2])]) == [(1, 40)]
     runner.swap()
-    assert _prefilled(runner, [Prefill(prompt, [3])]) == [(1, 40)]
+    assert prefilled(runner, [Prefill(prompt, [3])]) == [(1, 40)]
 
 
 @pytest.mark.parametrize("name", [*PAGED, *STATEFUL])
@@ -278,7 +225,7 @@ async def test_engine_with_states_updates_weights_during_decoding(tmp_path, endl
     gate = GatedRunner(load_runner(options))
     engine = BatchingEngine(options, load=lambda: gate, tokenizer=endless)
     await engine.start()
-    await samples_across_an_update(gate, engine, tmp_path, on_update, factor=1.1, tolerance=2e-5, as_bytes=_bytes)
+    await samples_across_an_update(gate, engine, tmp_path, on_update, factor=1.1, tolerance=2e-5, as_bytes=bytes_of)
     await engine.close()
 
 
@@ -288,9 +235,9 @@ async def test_engine_that_preempts_samples_of_states_or_windows_samples_the_sam
     options = _chat_model(tmp_path, name, endless)
     requests = [
         ChatCompletionRequest(
-            prompt_token_ids=[7 + place] * 20, max_tokens=length, n=3, seed=place, return_token_ids=True
+            prompt_token_ids=[7 + seed] * 20, max_tokens=length, n=3, seed=seed, return_token_ids=True
         )
-        for place, length in enumerate((90, 60, 80, 8))
+        for seed, length in enumerate((90, 60, 80, 8))
     ]
 
     async def answers(cache_bytes):

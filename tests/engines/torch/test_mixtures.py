@@ -21,6 +21,7 @@ from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
 from tests.fakes.mixtures import CONTEXT, ROUTING, save_mixture
 from tests.fakes.served import in_thread
+from tests.fakes.torch_rows import bytes_of
 from tests.patience import PATIENCE_S
 from trainer_contract.types import Device
 
@@ -124,7 +125,7 @@ async def test_update_with_recomputed_cache_keeps_the_experts_of_sampled_tokens(
     with torch.no_grad():
         for router in (layer.mlp.gate for layer in model.model.layers):
             router.weight.neg_()  # with the new weights, each router prefers the experts that it avoided
-    engine.staging()[:] = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()])
+    engine.staging()[:] = bytes_of(model)
     swapped = asyncio.create_task(engine.commit(version=1, epoch=0, on_update=OnUpdate.RECOMPUTE_KV))
     await asyncio.sleep(0)  # the engine receives the commit
     gate.open()

@@ -7,7 +7,6 @@ import transformers as hf
 from torch import nn
 from torch.nn.functional import linear
 
-from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.torch.forward import ModuleForward, load_for_decoding
 from pipelinerl.engines.torch.quantized import QuantizedLinear, quantize
 from pipelinerl.engines.torch.runner import TorchRunner
@@ -15,6 +14,7 @@ from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, random_decoder
 from tests.fakes.engine_options import engine_options
+from tests.fakes.torch_rows import Row, bytes_of, decode, start
 from trainer_contract.types import WeightDType
 
 VOCAB, CONTEXT, STEPS = 50, 64, 12
@@ -52,21 +52,12 @@ def _runner(path, weights, *, modules=False, dtype=WeightDType.FLOAT32):
     return runner
 
 
-def _start(runner):
-    runner.prefill([Prefill(prompt[:-1], [row]) for row, prompt in enumerate(PROMPTS)])
-    runner.place(
-        [
-            RowState(row, prompt[-1], len(prompt) - 1, noise_key=row, temperature=1.0, top_p=1.0, top_k=0)
-            for row, prompt in enumerate(PROMPTS)
-        ]
-    )
-
-
 def _sampled(runner):
     """Start all prompts in new rows; return their sampled tokens and log-probs [STEPS, rows]."""
-    _start(runner)
-    steps = [runner.decode(len(PROMPTS)) for _ in range(STEPS)]
-    return np.array([tokens for tokens, _ in steps]), np.array([logprobs for _, logprobs in steps])
+    rows = [Row(prompt, noise_key=key) for key, prompt in enumerate(PROMPTS)]
+    start(runner, rows)
+    decode(runner, rows, STEPS)
+    return np.array([row.sampled for row in rows]).T, np.array([row.logprobs for row in rows]).T
 
 
 def _rescored(model, tokens):
@@ -101,9 +92,8 @@ def _rounding_model(path, weights):
     return model
 
 
-def _stage(runner, path):
-    sent = hf.AutoModelForCausalLM.from_pretrained(path)
-    runner.staging()[:] = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in sent.parameters()])
+def _sent(path):
+    return bytes_of(hf.AutoModelForCausalLM.from_pretrained(path))
 
 
 def test_quantized_values_and_step_sizes_match_precomputed_values():
@@ -172,7 +162,7 @@ def test_quantized_model_after_an_update_equals_loading_the_new_model(path, othe
     before, after = _sampled(_runner(path, weights)), _sampled(_runner(other, weights))
     assert not np.array_equal(before[1], after[1])
     for target, now, then in ((other, before, after), (path, after, before)):
-        _stage(runner, target)
+        runner.staging()[:] = _sent(target)
         runner.finish_staging()
         assert np.array_equal(_sampled(runner)[1], now[1])
         runner.swap()
@@ -190,7 +180,7 @@ def test_quantized_engine_receives_weights_in_the_models_own_layout(path):
 def test_swapping_quantized_weights_exchanges_buffers_without_copying(path, other):
     model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     runner = TorchRunner(model, engine_options(slots=1, context_length=8, weights=WeightFormat.INT8))
-    _stage(runner, other)
+    runner.staging()[:] = _sent(other)
     served = [parameter.data_ptr() for parameter in model.parameters()]
     runner.finish_staging()
     assert [parameter.data_ptr() for parameter in model.parameters()] == served

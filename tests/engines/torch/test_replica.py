@@ -1,7 +1,5 @@
 """The replica computes the log-probs that a torch engine reports, in the engine's own arithmetic."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +7,6 @@ import numpy as np
 import pytest
 
 from pipelinerl.config.sections import ModelSection
-from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.torch.engine import load_runner
 from pipelinerl.engines.torch.replica import EngineReplica
 from pipelinerl.enums import WeightFormat
@@ -17,6 +14,7 @@ from pipelinerl.models.checkpoint import load_model
 from pipelinerl.training.packing import alone
 from tests.fakes.engine_options import engine_options
 from tests.fakes.rollouts import rollout
+from tests.fakes.torch_rows import Row, decode, start
 from trainer_contract.host_weights import copied
 from trainer_contract.types import Device, WeightDType
 
@@ -31,18 +29,13 @@ def test_replica_with_an_engines_weights_computes_the_log_probs_that_it_reports(
     options = engine_options(model_path=MODEL, dtype=dtype, wire_dtype=dtype, weights=weights, device=Device.CPU)
     engine, replica = load_runner(options, starts_early=False), EngineReplica(options)
     prompts = [[2, 20 + row, *range(10, 13 + row), 4, 3] for row in range(3)]
-    engine.prefill([Prefill(prompt[:-1], [row]) for row, prompt in enumerate(prompts)])
-    engine.place(
-        [
-            RowState(row, prompt[-1], len(prompt) - 1, row, temperature=0.8, top_p=1.0, top_k=0)
-            for row, prompt in enumerate(prompts)
-        ]
-    )
-    steps = [engine.decode(3) for _ in range(6)]
+    rows = [Row(prompt, 0.8, key) for key, prompt in enumerate(prompts)]
+    start(engine, rows)
+    decode(engine, rows, 6)
     made = []
     for row, prompt in enumerate(prompts):
-        one = rollout(prompt=prompt, sampled=[ids[row] for ids, _ in steps[: 6 - row]])
-        theirs = np.array([logprobs[row] for _, logprobs in steps[: 6 - row]], np.float32)
+        one = rollout(prompt=prompt, sampled=rows[row].sampled[: 6 - row])
+        theirs = np.array(rows[row].logprobs[: 6 - row], np.float32)
         made.append(replace(one, turns=(replace(one.turns[0], behavior_logprobs=theirs),), temperature=0.8))
     batch = alone(made)
     given = {name: each.detach() for name, each in load_model(MODEL, dtype=dtype).named_parameters()}

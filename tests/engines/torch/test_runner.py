@@ -3,10 +3,8 @@
 Each architecture is tested with transformers' modules, and some also with the forward that calls no modules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -15,7 +13,7 @@ import torch
 import transformers as hf
 
 from pipelinerl import rng
-from pipelinerl.engines.batching.model_runner import Prefill, RowState
+from pipelinerl.engines.batching.model_runner import Prefill
 from pipelinerl.engines.torch import decoder
 from pipelinerl.engines.torch.decoder import LlamaForward
 from pipelinerl.engines.torch.forward import ModuleForward, load_for_decoding
@@ -23,6 +21,7 @@ from pipelinerl.engines.torch.page_cache import CacheReading
 from pipelinerl.engines.torch.runner import TorchRunner
 from tests.fakes.eager_graphs import use_eager_graphs
 from tests.fakes.engine_options import engine_options
+from tests.fakes.torch_rows import Row, bytes_of, decode, place, prefilled, start, swap
 from trainer_contract.types import WeightDType
 
 VOCAB, CONTEXT = 50, 96
@@ -93,34 +92,6 @@ def _runner(path, *, modules=False, device="cpu", early=False, slots=8, context=
     return runner
 
 
-@dataclass
-class Row:
-    prompt: list[int]
-    temperature: float = 1.0
-    noise_key: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    def state(self, row):
-        position = len(self.prompt) - 1
-        return RowState(
-            row, self.prompt[-1], position, self.noise_key, temperature=self.temperature, top_p=1.0, top_k=0
-        )
-
-
-def _start(runner, rows, at=0):
-    places = list(enumerate(rows, start=at))
-    runner.prefill([Prefill(row.prompt[:-1], [index]) for index, row in places if len(row.prompt) > 1])
-    runner.place([row.state(index) for index, row in places])
-
-
-def _decode(runner, rows, steps):
-    for _ in range(steps):
-        for row, token_id, logprob in zip(rows, *runner.decode(len(rows)), strict=True):
-            row.token_ids.append(token_id)
-            row.logprobs.append(logprob)
-
-
 def _inverse_cdf(logp, noise_key, position):
     noise = rng.uniform(np.array([noise_key], dtype=np.uint64), np.array([position]))[0]
     cumulative = np.cumsum(logp.exp().numpy())
@@ -130,7 +101,7 @@ def _inverse_cdf(logp, noise_key, position):
 def _reference(model, row):
     """Sample the tokens of the row again, with one full forward pass per token; return tokens and log-probs."""
     tokens, logprobs = list(row.prompt), []
-    for position in range(len(row.token_ids)):
+    for position in range(len(row.sampled)):
         with torch.no_grad():
             logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1].double()
         logp = (logits / (row.temperature or 1.0)).log_softmax(-1)
@@ -144,7 +115,7 @@ def _agree(path, rows, within=1e-5):
     model = hf.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     for row in rows:
         token_ids, logprobs = _reference(model, row)
-        assert row.token_ids == token_ids
+        assert row.sampled == token_ids
         assert row.logprobs == pytest.approx(logprobs, abs=within)
 
 
@@ -159,8 +130,8 @@ def test_batched_decoding_equals_full_recomputation(directories, name, modules):
     rows = [Row(_prompt(i, length), noise_key=100 + i) for i, length in enumerate((1, 9, 4, 40))]
     rows.append(Row(_prompt(9, 6), temperature=0.0))
     rows.append(Row(_prompt(10, 7), temperature=0.6, noise_key=7))
-    _start(runner, rows)
-    _decode(runner, rows, 12)
+    start(runner, rows)
+    decode(runner, rows, 12)
     _agree(directories[name], rows)
 
 
@@ -190,13 +161,12 @@ def test_projections_of_one_input_without_biases_are_fused_on_a_gpu_even_after_a
 
     monkeypatch.setattr(decoder, "linear", counted)
     rows = [Row(_prompt(i, 5 + i), noise_key=i) for i in range(3)]
-    _start(runner, rows)
+    start(runner, rows)
     for _ in range(2):
         calls.clear()
-        _decode(runner, rows, 1)
+        decode(runner, rows, 1)
         assert len(calls) == products * len(runner._forward._layers) + 1
-        runner.staging().copy_(_bytes_of(directories[name], runner))
-        runner.swap()
+        swap(runner, _bytes_of(directories[name], runner))
     _agree(directories[name], rows)
 
 
@@ -215,26 +185,9 @@ def test_rows_prefilled_together_sample_the_same_tokens_as_alone(directories):
     groups = [_prompt(1, 9), _prompt(2, 5)]
     rows = [Row(groups[i // 3], noise_key=i) for i in range(6)]
     runner.prefill([Prefill(groups[0][:-1], [0, 1, 2]), Prefill(groups[1][:-1], [3, 4, 5])])
-    runner.place([row.state(index) for index, row in enumerate(rows)])
-    _decode(runner, rows, 5)
+    place(runner, rows)
+    decode(runner, rows, 5)
     _agree(path, rows)
-
-
-def _computed(runner, prefills):
-    """Run prefills; return (number of prompts, tokens per prompt) for each forward pass that they needed."""
-    forward, shapes = runner._forward, []
-
-    class Counting:
-        logits = forward.logits
-
-        def fill(self, token_ids, *rest):
-            shapes.append(tuple(token_ids.shape))
-            forward.fill(token_ids, *rest)
-
-    runner._forward = Counting()
-    runner.prefill(prefills)
-    runner._forward = forward
-    return shapes
 
 
 @pytest.mark.parametrize("modules", [False, True])
@@ -245,26 +198,26 @@ def test_prompt_reuses_the_kv_cache_of_a_shared_prefix(directories, name, module
     rows = [Row(common + _prompt(i, 3 + i), noise_key=i) for i in range(1, 5)]
     rows += [Row(_prompt(9, 12), noise_key=9)]
     prefills = [Prefill(row.prompt[:-1], [index]) for index, row in enumerate(rows)]
-    assert _computed(runner, prefills) == [(2, 73), (3, 76 - 64)]
-    runner.place([row.state(index) for index, row in enumerate(rows)])
-    _decode(runner, rows, 4)
+    assert prefilled(runner, prefills) == [(2, 73), (3, 76 - 64)]
+    place(runner, rows)
+    decode(runner, rows, 4)
     _agree(directories[name], rows)
 
     late = Row(common + _prompt(7, 2), noise_key=7)  # the prefix is cached by running rows, one of which moves
     runner.move([4], [1])
-    assert _computed(runner, [Prefill(late.prompt[:-1], [4, 5])]) == [(1, 7)]
+    assert prefilled(runner, [Prefill(late.prompt[:-1], [4, 5])]) == [(1, 7)]
     runner.place([late.state(4)])
     kept = [rows[0], rows[4], *rows[2:4], late]
-    _decode(runner, kept, 3)
+    decode(runner, kept, 3)
     _agree(directories[name], kept)
 
 
 def test_kv_cache_of_earlier_weights_is_not_reused(directories):
     runner, prompt = _runner(directories["llama"]), _prompt(0, 70)
-    assert _computed(runner, [Prefill(prompt, [0])]) == [(1, 70)]
-    assert _computed(runner, [Prefill(prompt, [1])]) == [(1, 6)]
+    assert prefilled(runner, [Prefill(prompt, [0])]) == [(1, 70)]
+    assert prefilled(runner, [Prefill(prompt, [1])]) == [(1, 6)]
     runner.swap()
-    assert _computed(runner, [Prefill(prompt, [2])]) == [(1, 70)]
+    assert prefilled(runner, [Prefill(prompt, [2])]) == [(1, 70)]
 
 
 @pytest.mark.parametrize("modules", [False, True])
@@ -276,19 +229,19 @@ def test_batch_rows_with_equal_tokens_are_computed_only_once_until_they_diverge(
     rows = [Row(one, 0.0)] + [Row(one, 0.3, noise_key=i) for i in range(3)]
     rows += [Row(other, 0.3, noise_key=i) for i in range(2)] + [Row(_prompt(3, 9), noise_key=9)]
     runner.prefill([Prefill(one[:-1], range(4)), Prefill(rows[6].prompt[:-1], [6])])
-    runner.place([row.state(index) for index, row in enumerate(rows)])
+    place(runner, rows)
     fed = _fed(runner)
-    _decode(runner, rows, 6)
+    decode(runner, rows, 6)
     late = Row(one, noise_key=5)
     runner.copy_cache(0, [7], 8)
     runner.place([late.state(7)])
     rows.append(late)
     runner.move([7], [3])  # row 3 has ended
     kept = [*rows[:3], late, *rows[4:7]]
-    _decode(runner, kept, 5)
+    decode(runner, kept, 5)
     _agree(directories[name], rows)
     assert fed[0] == 3 and max(fed) <= 7
-    prefixes = [len({(*row.prompt, *row.token_ids[:step]) for row in rows[:7]}) for step in range(6)]
+    prefixes = [len({(*row.prompt, *row.sampled[:step]) for row in rows[:7]}) for step in range(6)]
     assert fed[:6] == [count if count <= 6 else 7 for count in prefixes]
 
 
@@ -330,8 +283,8 @@ def test_sampled_tokens_do_not_depend_on_whether_equal_rows_are_computed_once(
             np.testing.assert_allclose(*(logprobs for _, logprobs in results), atol=2e-5)
             decoded += len(rows)
             for row, token_id in zip(rows, results[0][0], strict=True):
-                row.token_ids.append(token_id)
-            ended = {i for i, row in enumerate(rows) if random.random() < 0.1 or len(row.prompt + row.token_ids) >= 24}
+                row.sampled.append(token_id)
+            ended = {i for i, row in enumerate(rows) if random.random() < 0.1 or len(row.prompt + row.sampled) >= 24}
             kept = len(rows) - len(ended)
             targets = [index for index in range(kept) if index in ended]
             sources = [index for index in range(kept, len(rows)) if index not in ended]
@@ -347,9 +300,7 @@ def test_sampled_tokens_do_not_depend_on_whether_equal_rows_are_computed_once(
         if random.random() < 0.2:
             weights = _bytes_of(directories["qwen3"], one).view(torch.float32) * random.choice([0.9, 1.0])
             for runner in (one, other):
-                runner.staging().copy_(weights.view(torch.uint8))
-                runner.finish_staging()
-                runner.swap()
+                swap(runner, weights.view(torch.uint8))
     assert sum(fed) < 0.8 * decoded and one._cache._present[False] > present
 
 
@@ -374,8 +325,8 @@ def test_prefill_accepts_rows_in_any_order_and_with_gaps(directories):
     rows = [Row(_prompt(i, 3 + i), noise_key=i) for i in range(5)]
     runner.prefill([Prefill(rows[index].prompt[:-1], [index]) for index in (4, 0, 2)])
     runner.prefill([Prefill(rows[index].prompt[:-1], [index]) for index in (3, 1)])
-    runner.place([row.state(index) for index, row in enumerate(rows)])
-    _decode(runner, rows, 4)
+    place(runner, rows)
+    decode(runner, rows, 4)
     _agree(path, rows)
 
 
@@ -385,15 +336,15 @@ def test_sampled_tokens_are_unchanged_if_rows_join_leave_or_move_in_the_batch(di
     path = directories["qwen3"]
     runner = _runner(path, early=early)
     first = [Row(_prompt(i, 2 + 5 * i), noise_key=i) for i in range(5)]
-    _start(runner, first)
-    _decode(runner, first, 6)
+    start(runner, first)
+    decode(runner, first, 6)
     runner.move([4, 3], [0, 1])  # rows 0 and 1 have ended
     running = [first[4], first[3], first[2]]
-    _decode(runner, running, 5)
+    decode(runner, running, 5)
     late = [Row(_prompt(20, 50), noise_key=20), Row(_prompt(21, 3), noise_key=21)]
-    _start(runner, late, at=3)
+    start(runner, late, at=3)
     running += late
-    _decode(runner, running, 20)
+    decode(runner, running, 20)
     _agree(path, [*first, *late])
 
 
@@ -402,25 +353,24 @@ def test_step_that_started_early_is_used_for_rows_that_stay_and_discarded_when_r
     path = directories["llama"]
     runner = _runner(path, early=True)
     rows, fed = [Row(_prompt(i, 4 + 9 * i), noise_key=i) for i in range(6)], _fed(runner)
-    _start(runner, rows)
-    _decode(runner, rows, 3)
+    start(runner, rows)
+    decode(runner, rows, 3)
     assert len(fed) == 4, "the fourth step has started"
     runner.release([1, 2])
     runner.move([5, 4], [1, 2])
     running = [rows[0], rows[5], rows[4], rows[3]]
-    _decode(runner, running, 1)
+    decode(runner, running, 1)
     assert len(fed) == 4, "the fourth step was used, and none started, because rows had moved"
-    _decode(runner, running, 1)
+    decode(runner, running, 1)
     assert len(fed) == 6
     late = [Row(_prompt(8, 20), temperature=0.5, noise_key=8), Row(_prompt(9, 1), noise_key=9)]
-    _start(runner, late, at=4)
+    start(runner, late, at=4)
     running += late
-    _decode(runner, running, 2)
+    decode(runner, running, 2)
     assert len(fed) == 6 + 3, "the step that had started without the new rows was computed again with them"
     for _ in range(2):
-        runner.staging().copy_(_bytes_of(path, runner))
-        runner.swap()
-        _decode(runner, running, 2)
+        swap(runner, _bytes_of(path, runner))
+        decode(runner, running, 2)
     assert len(fed) == 9 + 2 * 3
     _agree(path, [*rows, *late])
 
@@ -428,9 +378,9 @@ def test_step_that_started_early_is_used_for_rows_that_stay_and_discarded_when_r
 def test_no_step_starts_early_beyond_the_context(directories):
     runner = _runner(directories["llama"], early=True)
     row = Row(_prompt(1, CONTEXT - 3), noise_key=1)
-    _start(runner, [row])
+    start(runner, [row])
     for started in (True, True, True, False):
-        _decode(runner, [row], 1)
+        decode(runner, [row], 1)
         assert runner.early_step.started == started
     _agree(directories["llama"], [row])
 
@@ -442,9 +392,9 @@ def test_no_step_starts_early_without_free_blocks_for_all_rows(directories):
     runner = TorchRunner(model, engine_options(slots=2, context_length=64), cache_bytes=3 * block, starts_early=True)
     runner.early_step.allowed = True
     rows = [Row(_prompt(key, 31), noise_key=key) for key in range(2)]
-    _start(runner, rows)
+    start(runner, rows)
     for started in (True, False):
-        _decode(runner, rows, 1)
+        decode(runner, rows, 1)
         assert runner.early_step.started == started
     assert not runner.reserve(2)
     _agree(directories["llama"], rows)
@@ -453,9 +403,9 @@ def test_no_step_starts_early_without_free_blocks_for_all_rows(directories):
 def test_step_with_truncated_sampling_does_not_start_early(directories):
     runner = _runner(directories["llama"], early=True)
     row = Row(_prompt(1, 5), noise_key=1)
-    _start(runner, [row])
+    start(runner, [row])
     runner.place([replace(row.state(0), top_k=3)])
-    _decode(runner, [row], 2)
+    decode(runner, [row], 2)
     assert not runner.early_step.started
 
 
@@ -464,8 +414,8 @@ def test_one_long_row_among_short_rows_samples_the_same_tokens_as_alone(director
     path = directories[name]
     runner = _runner(path)
     rows = [Row(_prompt(i, 88 if i == 2 else 3), noise_key=i) for i in range(8)]
-    _start(runner, rows)
-    _decode(runner, rows, 6)
+    start(runner, rows)
+    decode(runner, rows, 6)
     _agree(path, rows)
 
 
@@ -476,12 +426,12 @@ def test_next_turn_of_a_conversation_computes_only_its_new_tokens(directories, n
     runner, conversation, computed = _runner(path), _prompt(0, 20), []
     for turn in range(4):
         row = Row(conversation, noise_key=turn)
-        computed += _computed(runner, [Prefill(row.prompt[:-1], [0])])
+        computed += prefilled(runner, [Prefill(row.prompt[:-1], [0])])
         runner.place([row.state(0)])
-        _decode(runner, [row], 8)
+        decode(runner, [row], 8)
         _agree(path, [row])
         runner.release([0])
-        conversation = [*row.prompt, *row.token_ids, *_prompt(100 + turn, 4)]
+        conversation = [*row.prompt, *row.sampled, *_prompt(100 + turn, 4)]
     assert [tokens for _, tokens in computed] == [19, 31, 11, 23], "less than a block of 32 is computed again"
 
 
@@ -492,14 +442,14 @@ def test_every_method_of_reading_the_paged_kv_cache_gives_the_same_tokens(direct
         runner = _runner(directories[name])
         runner._cache.reading = reading
         short = [Row(_prompt(i, 5), noise_key=i) for i in range(6)]
-        _start(runner, short)
-        _decode(runner, short, 2)
+        start(runner, short)
+        decode(runner, short, 2)
         runner.release(range(6))
         common = _prompt(9, 40)
         rows = [Row(common, noise_key=i) for i in range(3)] + [Row(_prompt(i, 3 + 20 * i), noise_key=i) for i in (1, 2)]
         runner.prefill([Prefill(common[:-1], range(3)), *(Prefill(rows[i].prompt[:-1], [i]) for i in (3, 4))])
-        runner.place([row.state(index) for index, row in enumerate(rows)])
-        _decode(runner, rows, 5)
+        place(runner, rows)
+        decode(runner, rows, 5)
         _agree(directories[name], [*short, *rows])
 
 
@@ -545,22 +495,20 @@ def _join_and_leave(runner, path, *, steps, within):
     """
     rows = [Row(_prompt(i, length), noise_key=i) for i, length in enumerate((9, 40, 4, 31, 1))]
     rows.append(Row(_prompt(7, 33), temperature=0.0))
-    _start(runner, rows)
-    _decode(runner, rows, steps[0])
+    start(runner, rows)
+    decode(runner, rows, steps[0])
     for count in steps[1:3]:
-        runner.staging().copy_(_bytes_of(path, runner))
-        runner.finish_staging()
-        runner.swap()
-        _decode(runner, rows, count)
+        swap(runner, _bytes_of(path, runner))
+        decode(runner, rows, count)
     ended = rows[1]
     runner.release([1])
     runner.move([5], [1])
     rows = [rows[0], rows[5], *rows[2:5]]
-    _decode(runner, rows, steps[3])
+    decode(runner, rows, steps[3])
     late = Row(_prompt(8, 20), temperature=0.5, noise_key=3)
-    _start(runner, [late], at=5)
-    runner.place([replace(_next(rows[2], 2), top_k=3)])
-    _decode(runner, [*rows, late], steps[4])
+    start(runner, [late], at=5)
+    runner.place([replace(rows[2].state(2), top_k=3)])
+    decode(runner, [*rows, late], steps[4])
     _agree(path, [row for row in (*rows, ended, late) if row is not rows[2]], within=within)
 
 
@@ -574,45 +522,27 @@ def test_compiled_forward_pass_decodes_the_same_tokens_as_full_recomputation(dir
     assert isinstance(runner._forward, LlamaForward)
     runner._forward.compile()
     rows = [Row(_prompt(i, length), noise_key=i) for i, length in enumerate((9, 40, 2))]
-    _start(runner, rows)
-    _decode(runner, rows, 5)
+    start(runner, rows)
+    decode(runner, rows, 5)
     _agree(directories[name], rows, within=1e-5 if device == "cpu" else 1e-4)
 
 
 def _bytes_of(path, runner):
-    weights = dict(load_for_decoding(path, dtype=WeightDType.FLOAT32, device=runner._device).named_parameters())
-    parts = [weights[spec.name].detach().contiguous().view(-1).view(torch.uint8) for spec in runner.layout.parameters]
-    return torch.cat(parts)
-
-
-def _next(row, index):
-    position = len(row.prompt) + len(row.token_ids) - 1
-    return replace(row.state(index), token_id=row.token_ids[-1], position=position, num_sampled=len(row.token_ids))
+    return bytes_of(load_for_decoding(path, dtype=WeightDType.FLOAT32, device=runner._device))
 
 
 def test_sample_that_starts_late_decodes_from_a_copy_of_the_prompt_cache_of_a_running_row(directories):
     path = directories["qwen2_tied"]
     runner = _runner(path)
     rows = [Row(_prompt(1, 9), noise_key=1)]
-    _start(runner, rows)
-    _decode(runner, rows, 4)
+    start(runner, rows)
+    decode(runner, rows, 4)
     late = [Row(rows[0].prompt, noise_key=key) for key in (2, 3)]
     runner.copy_cache(0, [1, 2], 8)
-    runner.place([row.state(index) for index, row in enumerate(late, start=1)])
+    place(runner, late, 1)
     rows += late
-    _decode(runner, rows, 4)
+    decode(runner, rows, 4)
     _agree(path, rows)
-
-
-def test_sampled_tokens_are_independent_of_the_batch(directories):
-    alone, crowd = [Row(_prompt(3, 6), noise_key=5)], [Row(_prompt(i, 2 + i), noise_key=i) for i in range(7)]
-    runner = _runner(directories["llama"])
-    _start(runner, alone)
-    _decode(runner, alone, 20)
-    crowd.insert(4, Row(_prompt(3, 6), noise_key=5))
-    _start(runner, crowd)
-    _decode(runner, crowd, 20)
-    assert crowd[4].token_ids == alone[0].token_ids
 
 
 @pytest.mark.parametrize("name", ["qwen2_tied", "qwen2_untied", "gpt2"])
@@ -620,26 +550,24 @@ def test_prefill_after_a_weight_swap_rebuilds_the_cache_with_the_new_weights(dir
     """After a prefill, log-probs are those of the new weights; without a prefill, the old cache still affects them."""
     runner = _runner(directories[name])
     row = Row(_prompt(3, 6), noise_key=5)
-    _start(runner, [row])
-    _decode(runner, [row], 4)
+    start(runner, [row])
+    decode(runner, [row], 4)
     other = hf.AutoModelForCausalLM.from_pretrained(directories[name], attn_implementation="eager")
     with torch.no_grad():
         for index, parameter in enumerate(other.parameters()):
             parameter.mul_(1.5 if index % 2 else 0.5)
-    sent = torch.cat([parameter.detach().reshape(-1).view(torch.uint8) for parameter in other.parameters()])
-    runner.staging()[:] = sent
-    runner.swap()
-    context = row.prompt + row.token_ids
+    swap(runner, bytes_of(other))
+    context = row.prompt + row.sampled
     after = {}
     for kind in ("kept", "recomputed"):
         if kind == "recomputed":
             runner.prefill([Prefill(context[:-1], [0])])
         again = Row(context, noise_key=6)
         runner.place([again.state(0)])
-        _decode(runner, [again], 1)
+        decode(runner, [again], 1)
         after[kind] = again
     token_ids, logprobs = _reference(other, after["recomputed"])
-    assert (after["recomputed"].token_ids, after["recomputed"].logprobs) == (
+    assert (after["recomputed"].sampled, after["recomputed"].logprobs) == (
         token_ids,
         pytest.approx(logprobs, abs=1e-5),
     )
@@ -678,13 +606,12 @@ def test_half_precision_logprobs_stay_close_to_transformers(directories, dtype):
     model = load_for_decoding(directories["llama"], dtype=dtype, device=torch.device("cpu"))
     runner = TorchRunner(model, engine_options(slots=2, context_length=CONTEXT))
     rows = [Row(_prompt(i, 5 + i), noise_key=i) for i in range(2)]
-    _start(runner, rows)
-    _decode(runner, rows, 8)
+    start(runner, rows)
+    decode(runner, rows, 8)
     reference = hf.AutoModelForCausalLM.from_pretrained(directories["llama"], dtype=getattr(torch, dtype))
     for row in rows:
-        tokens = row.prompt + row.token_ids
+        tokens = row.prompt + row.sampled
         with torch.no_grad():
             logp = reference(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
-        start = len(row.prompt) - 1
-        expected = [float(logp[start + i, token]) for i, token in enumerate(row.token_ids)]
+        expected = [float(logp[len(row.prompt) - 1 + i, token]) for i, token in enumerate(row.sampled)]
         assert row.logprobs == pytest.approx(expected, abs=0.15)

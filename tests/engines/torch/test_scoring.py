@@ -4,21 +4,21 @@ import numpy as np
 import pytest
 
 from pipelinerl.config.recipe import MODELS
-from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.torch.engine import load_runner
 from pipelinerl.enums import WeightFormat
 from tests.fakes.engine_options import engine_options
+from tests.fakes.torch_rows import Row, decode, start, swap
 from trainer_contract.types import WeightDType
 
 PROMPT = [5, 9, 3, 17]
 
 
 def sampled(runner, temperature):
-    runner.prefill([Prefill(PROMPT[:-1], [0])])
-    runner.place([RowState(0, PROMPT[-1], 3, noise_key=7, temperature=temperature, top_p=1.0, top_k=0)])
-    steps = [runner.decode(1) for _ in range(12)]
+    row = Row(PROMPT, temperature, noise_key=7)
+    start(runner, [row])
+    decode(runner, [row], 12)
     runner.release([0])
-    return [tokens[0] for tokens, _ in steps], [logprobs[0] for _, logprobs in steps]
+    return row.sampled, row.logprobs
 
 
 @pytest.mark.parametrize("weights", [WeightFormat.NATIVE, WeightFormat.INT8])
@@ -37,10 +37,7 @@ def test_scored_tokens_have_the_logprobs_with_which_they_were_sampled(weights, t
 def test_scored_logprobs_change_with_a_weight_update():
     runner = load_runner(engine_options(model_path=MODELS / "tiny_speller", dtype=WeightDType.FLOAT32))
     before = runner.scorer(PROMPT, 1.0)
-    staging = runner.staging().view(-1)
-    staging.zero_()  # with all weights 0, every token is equally likely
-    runner.finish_staging()
-    runner.swap()
+    swap(runner, 0)  # with all weights 0, every token is equally likely
     scored = runner.scorer(PROMPT, 1.0)
     np.testing.assert_allclose(scored[1:], -np.log(runner.vocab_size), atol=1e-6)
     assert scored != before

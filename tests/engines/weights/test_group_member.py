@@ -6,10 +6,11 @@ import threading
 import pytest
 
 from inference_contract.errors import NotPrepared
-from inference_contract.weights import Backend, InitProcessGroupRequest, ProcessGroupStatus
+from inference_contract.weights import Backend, ProcessGroupStatus
 from pipelinerl.engines.weights.group_member import GroupMember
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from tests.engines.weights.test_weight_receiver import Target
+from tests.fakes.groups import joining
 from tests.patience import PATIENCE_S, SOON_S
 
 
@@ -46,24 +47,11 @@ class Endpoints:
         return self.made[-1]
 
 
-def joining(generation, backend=Backend.GLOO):
-    return InitProcessGroupRequest(
-        group="g",
-        backend=backend,
-        rendezvous_host="127.0.0.1",
-        rendezvous_port=1,
-        rank=1,
-        world_size=2,
-        generation=generation,
-        timeout_s=PATIENCE_S,
-    )
-
-
 async def test_joining_a_process_group_does_not_wait_until_the_previous_group_is_closed():
     endpoints = Endpoints()
     member = GroupMember(endpoints)
-    await member.join(joining(1))
-    second = asyncio.create_task(member.join(joining(2)))
+    await member.join(joining(1, 1))
+    second = asyncio.create_task(member.join(joining(1, 2)))
     answer = await asyncio.wait_for(second, PATIENCE_S)
     assert isinstance(answer, ProcessGroupStatus) and answer.generation == 2
     member.check(group="g", generation=2)
@@ -80,7 +68,7 @@ async def test_joining_a_process_group_does_not_wait_until_the_previous_group_is
 async def test_giving_up_a_weight_update_leaves_the_group_without_blocking_the_event_loop():
     endpoints = Endpoints()
     member = GroupMember(endpoints)
-    await member.join(joining(1))
+    await member.join(joining(1, 1))
     endpoint, give_up = member.endpoint()
     give_up()
     with pytest.raises(NotPrepared, match="was left"):
@@ -96,8 +84,8 @@ async def test_giving_up_a_weight_update_leaves_the_group_without_blocking_the_e
 async def test_nccl_join_waits_until_the_previous_group_is_closed_without_blocking_the_event_loop():
     endpoints = Endpoints()
     receiver = WeightReceiver(Target(), endpoints=endpoints)
-    await receiver.init_process_group(joining(1, Backend.NCCL))
-    second = asyncio.create_task(receiver.init_process_group(joining(2, Backend.NCCL)))
+    await receiver.init_process_group(joining(1, 1, backend=Backend.NCCL))
+    second = asyncio.create_task(receiver.init_process_group(joining(1, 2, backend=Backend.NCCL)))
     await asyncio.sleep(0.05)
     assert not second.done() and len(endpoints.made) == 1
     before = endpoints.made[0]

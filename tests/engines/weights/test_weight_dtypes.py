@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from inference_contract.errors import InvalidRequest, LayoutMismatch, NotPrepared, OutOfRange, Persistence
-from inference_contract.weights import Backend, DType, UpdatePhase, UpdateStatus, WeightLayout
+from inference_contract.weights import Backend, DType, UpdateStatus, WeightLayout
 from pipelinerl.engines.weights.torch_shared_bytes import SharedBytes, attach
 from pipelinerl.engines.weights.worker_endpoint import WorkerEndpointFactory
-from pipelinerl.weights.layout import WeightDigest
-from tests.engines.weights.test_weight_receiver import LAYOUT, Setting
+from tests.engines.weights.test_weight_receiver import LAYOUT, Setting, digest_of
 from tests.patience import PATIENCE_S
 
 
@@ -21,21 +20,13 @@ def wire_of(dtype):
     return WeightLayout(parameters=tuple(row.model_copy(update={"dtype": dtype}) for row in LAYOUT.parameters))
 
 
-def digest_of(data):
-    made = WeightDigest()
-    made.update(data)
-    return made.hexdigest()
-
-
 async def update(setting, wire, data, version, **named):
     """Run an update from its PREPARE request to COMMIT; the fields in `named` replace the layout in PREPARE."""
-    await setting.phase(UpdatePhase.PREPARE, version, **(named or {"layout": wire}))
-    trainer = setting.trainer
-    assert trainer is not None
+    await setting.prepare(version, **(named or {"layout": wire}))
     for start, end in wire.pieces(64):
-        part, deadline = data[start:end], time.monotonic() + PATIENCE_S
-        await asyncio.to_thread(lambda part=part, deadline=deadline: trainer.broadcast(part, deadline=deadline))
-    return await setting.phase(UpdatePhase.COMMIT, version, digest=digest_of(data))
+        deadline = time.monotonic() + PATIENCE_S
+        await asyncio.to_thread(setting.trainer.broadcast, data[start:end], deadline=deadline)
+    return await setting.commit(version, digest=digest_of(data))
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
@@ -60,7 +51,7 @@ async def test_prepare_request_may_name_a_known_weight_layout_by_its_id_instead_
     await update(setting, LAYOUT, own, 3, layout=None, layout_id=LAYOUT.layout_id)
     assert setting.target.current.view(np.float32).tolist() == [2.0] * 32
     with pytest.raises(NotPrepared, match="is not known here"):
-        await setting.phase(UpdatePhase.PREPARE, 4, layout=None, layout_id=wire_of(DType.FLOAT16).layout_id)
+        await setting.prepare(4, layout=None, layout_id=wire_of(DType.FLOAT16).layout_id)
 
 
 async def test_update_in_an_unsupported_dtype_is_rejected_with_a_list_of_supported_dtypes():
@@ -68,7 +59,7 @@ async def test_update_in_an_unsupported_dtype_is_rejected_with_a_list_of_support
     await setting.join()
     sentence = r"'first' must have dtype float32 or bfloat16 or float16, got float64"
     with pytest.raises(LayoutMismatch, match=sentence) as refusal:
-        await setting.phase(UpdatePhase.PREPARE, layout=wire_of(DType.FLOAT64))
+        await setting.prepare(layout=wire_of(DType.FLOAT64))
     assert refusal.value.persistence is Persistence.PERMANENT
     assert NotPrepared("x").persistence is Persistence.TRANSIENT
 

@@ -1,11 +1,8 @@
 """Behaviour of the weight receiver that the conformance kit cannot test: deadlines, dirty state, group membership."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +23,6 @@ from inference_contract.errors import (
 from inference_contract.weights import (
     Backend,
     DType,
-    InitProcessGroupRequest,
     OnUpdate,
     ParameterSpec,
     Transport,
@@ -38,10 +34,10 @@ from inference_contract.weights import (
 from pipelinerl.engines.weights import weight_receiver
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.errors import DeadlineError, UpdateError
-from pipelinerl.system.background import in_background
-from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
+from pipelinerl.weights.broadcast.collective import Rendezvous
 from pipelinerl.weights.layout import WeightDigest
 from pipelinerl.weights.pull import Shard
+from tests.fakes.groups import joining, rank
 from tests.patience import PATIENCE_S, SOON_S
 
 LAYOUT = WeightLayout(
@@ -51,6 +47,15 @@ LAYOUT = WeightLayout(
     )
 )
 BYTES = np.arange(LAYOUT.num_bytes, dtype=np.uint8)
+
+
+def digest_of(data):
+    made = WeightDigest()
+    made.update(data)
+    return made.hexdigest()
+
+
+DIGEST = digest_of(BYTES)
 
 
 class Target:
@@ -98,46 +103,45 @@ class Setting:
         self.rendezvous = Rendezvous("127.0.0.1")
         self.trainer = None
 
-    def joining(self, generation, *, timeout_s=PATIENCE_S):
-        return InitProcessGroupRequest(
-            group="g",
-            backend=Backend.GLOO,
-            rendezvous_host="127.0.0.1",
-            rendezvous_port=self.rendezvous.port,
-            rank=1,
-            world_size=2,
-            generation=generation,
-            timeout_s=timeout_s,
-        )
+    def joining(self, generation, **fields):
+        return joining(self.rendezvous.port, generation, **fields)
 
     async def join(self, generation=1):
-        self.trainer = await self.met(generation, self.receiver.init_process_group(self.joining(generation)))
+        await self.met(generation, self.receiver.init_process_group(self.joining(generation)))
 
-    async def met(self, generation, joined, *, timeout_s=PATIENCE_S):
-        """Join a group as rank 0, and await `joined`, the join of rank 1; return rank 0."""
-        own = in_background(
-            "rank-0",
-            lambda: Collective.join(
-                host="127.0.0.1",
-                port=self.rendezvous.port,
-                group="g",
-                generation=generation,
-                rank=0,
-                world_size=2,
-                timeout_s=timeout_s,
-            ),
-        )
+    async def met(self, generation, joined):
+        """Join a group as rank 0, and await `joined`, the join of rank 1."""
+        own = rank(self.rendezvous, generation=generation)
         await joined
-        return await asyncio.wrap_future(own)
+        self.trainer = await asyncio.wrap_future(own)
 
-    async def phase(self, phase, version=1, **fields):
-        defaults = {"epoch": 0, "bucket_bytes": 64, "timeout_s": PATIENCE_S}
-        if phase is UpdatePhase.PREPARE:
-            defaults |= {"group": "g", "generation": 1, "layout": LAYOUT}
-        if phase is UpdatePhase.COMMIT:
-            defaults["digest"] = _digest(BYTES)
-        request = WeightUpdateRequest(phase=phase, version=version, **(defaults | fields))
+    async def prepare(self, version=1, **fields):
+        defaults = {"bucket_bytes": 64, "group": "g", "generation": 1, "layout": LAYOUT}
+        return await self._phase(UpdatePhase.PREPARE, version, defaults | fields)
+
+    async def commit(self, version=1, **fields):
+        return await self._phase(UpdatePhase.COMMIT, version, {"digest": DIGEST} | fields)
+
+    async def abort(self):
+        return await self._phase(UpdatePhase.ABORT, 1, {})
+
+    async def _phase(self, phase, version, fields):
+        request = WeightUpdateRequest(phase=phase, version=version, **({"epoch": 0, "timeout_s": PATIENCE_S} | fields))
         return (await self.receiver.request_weight_update(request)).status
+
+    async def stage(self, version=1, *, bucket_bytes=64, **fields):
+        assert await self.prepare(version, bucket_bytes=bucket_bytes, **fields) is UpdateStatus.PREPARED
+        await self.send(bucket_bytes=bucket_bytes)
+
+    async def update(self, version=1, **fields):
+        await self.stage(version, **fields)
+        assert await self.commit(version) is UpdateStatus.COMMITTED
+
+    def pulls(self, failure=None, **how):
+        """Let the receiver pull; return the source."""
+        source = _Pull(failure, **how)
+        self.receiver = WeightReceiver(self.target, pull=source)
+        return source
 
     async def has_come(self, num_bytes):
         """Wait until the receiving thread has received `num_bytes`."""
@@ -147,20 +151,12 @@ class Setting:
             while not update.incoming.progress.startswith(f"{num_bytes} of "):
                 await asyncio.sleep(0.001)
 
-    async def send(self, buckets=2, *, bucket_bytes=64):
-        data, trainer = torch.from_numpy(BYTES.copy()), self.trainer
-        assert trainer is not None
-        for start, end in LAYOUT.pieces(bucket_bytes)[:buckets]:
-            deadline = time.monotonic() + PATIENCE_S
-            await asyncio.wrap_future(
-                in_background("send", lambda a=start, b=end, d=deadline: trainer.broadcast(data[a:b], deadline=d))
-            )
-
-
-def _digest(data):
-    digest = WeightDigest()
-    digest.update(data)
-    return digest.hexdigest()
+    async def send(self, *, start=0, end=len(BYTES), bucket_bytes=64):
+        """Broadcast the buckets of the weights that begin in a range of their bytes."""
+        for at, to in LAYOUT.pieces(bucket_bytes):
+            if start <= at < end:
+                part, deadline = torch.from_numpy(BYTES[at:to].copy()), time.monotonic() + PATIENCE_S
+                await asyncio.to_thread(self.trainer.broadcast, part, deadline=deadline)
 
 
 @pytest.fixture
@@ -168,196 +164,160 @@ async def setting():
     return Setting()
 
 
+@pytest.fixture
+async def joined(setting):
+    await setting.join()
+    return setting
+
+
 async def test_receiver_rejects_an_unsupported_backend_before_joining_the_group(setting):
     """No other rank joins, so a join would wait until its deadline."""
     began = time.monotonic()
     with pytest.raises(InvalidRequest, match=r"backend must be gloo for this engine.*got nccl") as error:
-        await setting.receiver.init_process_group(
-            setting.joining(1, timeout_s=PATIENCE_S).model_copy(update={"backend": Backend.NCCL})
-        )
+        await setting.receiver.init_process_group(setting.joining(1, backend=Backend.NCCL))
     assert error.value.param == "backend" and time.monotonic() - began < SOON_S
     await setting.join()
 
 
-async def test_broadcast_may_take_longer_than_its_timeout_while_it_progresses(setting):
+async def test_broadcast_may_take_longer_than_its_timeout_while_it_progresses(joined):
     """The timeout bounds the time without progress, so it can be short for models of any size."""
-    await setting.join()
-    await setting.phase(UpdatePhase.PREPARE, timeout_s=3.0, bucket_bytes=16)
-    data, trainer = torch.from_numpy(BYTES.copy()), setting.trainer
-    assert trainer is not None
-    for start, end in LAYOUT.pieces(16):
+    await joined.prepare(timeout_s=3.0, bucket_bytes=16)
+    for start in range(0, len(BYTES), 16):
         await asyncio.sleep(0.45)
-        sent = in_background(
-            "send", lambda a=start, b=end: trainer.broadcast(data[a:b], deadline=time.monotonic() + PATIENCE_S)
-        )
-        await asyncio.wrap_future(sent)
-    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+        await joined.send(start=start, end=start + 16, bucket_bytes=16)
+    assert await joined.commit() is UpdateStatus.COMMITTED
     began = time.monotonic()
-    await setting.phase(UpdatePhase.PREPARE, version=2, timeout_s=0.5)
+    await joined.prepare(2, timeout_s=0.5)
     with pytest.raises((DeadlineExceeded, PeerLost)):
-        await setting.phase(UpdatePhase.COMMIT, version=2)
+        await joined.commit(2)
     assert time.monotonic() - began < SOON_S, "rank 0 says nothing: the receive ends by itself"
 
 
-async def test_engine_serves_the_broadcast_bytes_only_after_commit_and_reports_digest_and_totals(setting):
-    await setting.join()
-    await setting.phase(UpdatePhase.PREPARE, on_update=OnUpdate.RECOMPUTE_KV)
-    await setting.send()
-    assert not setting.target.current.any(), "before COMMIT the old weights serve"
-    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
-    assert np.array_equal(setting.target.current, BYTES)
-    assert setting.target.finished == [BYTES.tobytes()], "finished once, with every byte there, before the commit"
-    assert setting.target.on_update is OnUpdate.RECOMPUTE_KV, "COMMIT that does not name on_update takes PREPARE's"
-    totals = setting.receiver.totals
+async def test_engine_serves_the_broadcast_bytes_only_after_commit_and_reports_digest_and_totals(joined):
+    await joined.stage(on_update=OnUpdate.RECOMPUTE_KV)
+    assert not joined.target.current.any(), "before COMMIT the old weights serve"
+    assert await joined.commit() is UpdateStatus.COMMITTED
+    assert np.array_equal(joined.target.current, BYTES)
+    assert joined.target.finished == [BYTES.tobytes()], "finished once, with every byte there, before the commit"
+    assert joined.target.on_update is OnUpdate.RECOMPUTE_KV, "COMMIT that does not name on_update takes PREPARE's"
+    totals = joined.receiver.totals
     assert (totals.updates, totals.failures, totals.last_pause_s) == (1, 0, 0.001)
-    assert setting.receiver.digest == _digest(BYTES)
+    assert joined.receiver.digest == DIGEST
 
 
-async def test_commit_timeout_error_says_how_many_bytes_were_received(setting):
-    await setting.join()
-    await setting.phase(UpdatePhase.PREPARE)
-    await setting.send(buckets=1)
-    await setting.has_come(64)
+async def test_commit_timeout_error_says_how_many_bytes_were_received(joined):
+    await joined.prepare()
+    await joined.send(end=64)
+    await joined.has_come(64)
     with pytest.raises(
         DeadlineExceeded, match=r"rank 0 has not sent everything within 0.1 s, received so far: 64 of 128 bytes"
     ):
-        await setting.phase(UpdatePhase.COMMIT, timeout_s=0.1)
-    trainer = setting.trainer
-    assert trainer is not None
-    trainer.broadcast(torch.from_numpy(BYTES[64:].copy()), deadline=time.monotonic() + PATIENCE_S)
-    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED, "a late commit may be requested again"
+        await joined.commit(timeout_s=0.1)
+    await joined.send(start=64)
+    assert await joined.commit() is UpdateStatus.COMMITTED, "a late commit may be requested again"
 
 
 async def assert_only_a_higher_generation_serves(setting):
     with pytest.raises(NotPrepared, match="higher generation"):
-        await setting.phase(UpdatePhase.PREPARE, version=2)
+        await setting.prepare(2)
     await setting.join(2)
-    await setting.phase(UpdatePhase.PREPARE, version=2, generation=2)
-    await setting.send()
-    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+    await setting.update(2, generation=2)
 
 
-async def test_receive_from_a_silent_sender_times_out_and_names_the_missing_parameter(setting):
-    await setting.join()
-    await setting.phase(UpdatePhase.PREPARE, timeout_s=2.0)
-    await setting.send(buckets=1)
+async def test_receive_from_a_silent_sender_times_out_and_names_the_missing_parameter(joined):
+    await joined.prepare(timeout_s=2.0)
+    await joined.send(end=64)
     with pytest.raises(DeadlineExceeded, match=r"bucket 2 of 2 \(parameter 'second'\) from rank 0"):
-        await setting.phase(UpdatePhase.COMMIT)
-    assert not setting.target.current.any() and setting.receiver.dirty is None
-    await assert_only_a_higher_generation_serves(setting)
+        await joined.commit()
+    assert not joined.target.current.any() and joined.receiver.dirty is None
+    await assert_only_a_higher_generation_serves(joined)
 
 
-async def test_next_update_of_a_group_replaces_an_uncommitted_update_after_its_timeout(setting):
-    await setting.join()
-    await setting.phase(UpdatePhase.PREPARE, timeout_s=2.0)
-    await setting.send()
+async def test_next_update_of_a_group_replaces_an_uncommitted_update_after_its_timeout(joined):
+    await joined.stage(timeout_s=2.0)
     await asyncio.sleep(2.1)
-    assert await setting.phase(UpdatePhase.PREPARE, version=2) is UpdateStatus.PREPARED
-    await setting.send()
-    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+    await joined.update(2)
 
 
-async def test_weight_receive_that_times_out_before_commit_requires_a_new_process_group(setting):
-    await setting.join()
-    await setting.phase(UpdatePhase.PREPARE, timeout_s=0.3)
+async def test_weight_receive_that_times_out_before_commit_requires_a_new_process_group(joined):
+    await joined.prepare(timeout_s=0.3)
     await asyncio.sleep(0.6)
-    await assert_only_a_higher_generation_serves(setting)
+    await assert_only_a_higher_generation_serves(joined)
 
 
-async def test_weight_update_fails_immediately_when_the_trainer_dies(setting):
-    await setting.join()
-    await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S)
-    assert setting.trainer is not None
-    setting.trainer.close()
+async def test_weight_update_fails_immediately_when_the_trainer_dies(joined):
+    await joined.prepare()
+    joined.trainer.close()
     began = time.monotonic()
     with pytest.raises(PeerLost, match="the old weights still serve"):
-        await setting.phase(UpdatePhase.COMMIT)
+        await joined.commit()
     assert time.monotonic() - began < SOON_S
-    assert setting.receiver.totals.failures == 1
+    assert joined.receiver.totals.failures == 1
 
 
-async def test_update_with_a_wrong_digest_fails_but_keeps_the_process_group(setting):
-    await setting.join()
-    await setting.phase(UpdatePhase.PREPARE)
-    await setting.send()
+async def test_update_with_a_wrong_digest_fails_but_keeps_the_process_group(joined):
+    await joined.stage()
     with pytest.raises(DigestMismatch, match="digest must be 00, received"):
-        await setting.phase(UpdatePhase.COMMIT, digest="00")
-    await setting.phase(UpdatePhase.PREPARE)
-    await setting.send()
-    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+        await joined.commit(digest="00")
+    await joined.update()
 
 
-async def test_engine_whose_weight_swap_failed_midway_is_dirty_until_weights_are_committed_again(setting):
-    await setting.join()
-    await setting.phase(UpdatePhase.PREPARE)
-    await setting.send()
-    setting.target.error = RuntimeError("device lost")
+async def test_engine_whose_weight_swap_failed_midway_is_dirty_until_weights_are_committed_again(joined):
+    await joined.stage()
+    joined.target.error = RuntimeError("device lost")
     with pytest.raises(Dirty, match=r"the swap to 0.1 failed midway"):
-        await setting.phase(UpdatePhase.COMMIT)
-    assert setting.receiver.dirty is not None
-    assert await setting.phase(UpdatePhase.PREPARE) is UpdateStatus.PREPARED
-    await setting.send()
-    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
-    assert setting.receiver.dirty is None
+        await joined.commit()
+    assert joined.receiver.dirty is not None
+    await joined.update()
+    assert joined.receiver.dirty is None
 
 
-async def test_weight_swap_that_is_rejected_before_it_begins_does_not_mark_the_engine_as_dirty(setting):
-    await setting.join()
-    await setting.phase(UpdatePhase.PREPARE)
-    await setting.send()
-    setting.target.error = ContractError("not now")
+async def test_weight_swap_that_is_rejected_before_it_begins_does_not_mark_the_engine_as_dirty(joined):
+    await joined.stage()
+    joined.target.error = ContractError("not now")
     with pytest.raises(ContractError, match="not now"):
-        await setting.phase(UpdatePhase.COMMIT)
-    assert setting.receiver.dirty is None and setting.receiver.totals.failures == 1
+        await joined.commit()
+    assert joined.receiver.dirty is None and joined.receiver.totals.failures == 1
 
 
-async def test_weight_swap_that_exceeds_its_timeout_still_happens_later(setting):
-    await setting.join()
-    setting.target.may_commit.clear()
-    await setting.phase(UpdatePhase.PREPARE)
-    await setting.send()
+async def test_weight_swap_that_exceeds_its_timeout_still_happens_later(joined):
+    joined.target.may_commit.clear()
+    await joined.stage()
     with pytest.raises(DeadlineExceeded, match=r"has not happened within 0.05 s but still will"):
-        await setting.phase(UpdatePhase.COMMIT, timeout_s=0.05)
+        await joined.commit(timeout_s=0.05)
     with pytest.raises(UpdateInProgress):
-        await setting.phase(UpdatePhase.PREPARE, version=2)
-    setting.target.may_commit.set()
-    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
-    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.ALREADY_SERVING
+        await joined.prepare(2)
+    joined.target.may_commit.set()
+    assert await joined.commit() is UpdateStatus.COMMITTED
+    assert await joined.commit() is UpdateStatus.ALREADY_SERVING
 
 
-async def test_concurrent_commits_of_one_update_swap_the_weights_once(setting):
-    await setting.join()
-    setting.target.may_commit.clear()
-    await setting.phase(UpdatePhase.PREPARE)
-    await setting.send()
-    commits = [asyncio.create_task(setting.phase(UpdatePhase.COMMIT)) for _ in range(2)]
+async def test_concurrent_commits_of_one_update_swap_the_weights_once(joined):
+    joined.target.may_commit.clear()
+    await joined.stage()
+    commits = [asyncio.create_task(joined.commit()) for _ in range(2)]
     await asyncio.sleep(0.05)
-    setting.target.may_commit.set()
+    joined.target.may_commit.set()
     both = await asyncio.gather(*commits)
     assert both == [UpdateStatus.COMMITTED, UpdateStatus.COMMITTED]
-    assert setting.receiver.totals.updates == 1 and np.array_equal(setting.target.current, BYTES)
+    assert joined.receiver.totals.updates == 1 and np.array_equal(joined.target.current, BYTES)
 
 
-async def test_joining_a_new_process_group_drops_the_staged_weight_update(setting):
-    await setting.join()
-    await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S)
-    old, setting.trainer = setting.trainer, None
-    await setting.join(2)
-    assert old is not None
+async def test_joining_a_new_process_group_drops_the_staged_weight_update(joined):
+    await joined.prepare()
+    old = joined.trainer
+    await joined.join(2)
     old.close()
-    await setting.phase(UpdatePhase.PREPARE, version=2, generation=2)
-    await setting.send()
-    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+    await joined.update(2, generation=2)
 
 
-async def test_prepare_request_fails_while_a_dropped_update_still_receives_into_the_buffer(setting):
-    await setting.join()
-    await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S)
-    old, setting.trainer = setting.trainer, None
-    await setting.join(2)
+async def test_prepare_request_fails_while_a_dropped_update_still_receives_into_the_buffer(joined):
+    await joined.prepare()
+    rank_0_of_the_dropped_group = joined.trainer
+    await joined.join(2)
     with pytest.raises(UpdateInProgress, match=r"dropped update 0\.1 still waits"):
-        await setting.phase(UpdatePhase.PREPARE, version=2, generation=2, timeout_s=0.2)
-    assert old is not None
+        await joined.prepare(2, generation=2, timeout_s=0.2)
+    rank_0_of_the_dropped_group.close()
 
 
 async def test_joining_a_group_without_other_ranks_times_out_and_its_generation_cannot_be_reused(setting):
@@ -374,18 +334,16 @@ async def test_joining_a_group_of_a_higher_generation_cancels_a_join_that_still_
     await setting.join(2)
     with pytest.raises(ContractError):
         await waiting
-    await setting.phase(UpdatePhase.PREPARE, generation=2)
-    await setting.send()
-    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+    await setting.update(generation=2)
 
 
 async def test_joining_a_group_does_not_block_the_event_loop(setting):
     """Rank 0 joins only after the event loop has run for a while; if the loop were blocked, the join would time out."""
-    joining = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1, timeout_s=SOON_S)))
+    waiting = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1, timeout_s=SOON_S)))
     for _ in range(10):
         await asyncio.sleep(0.005)
-    assert not joining.done()
-    setting.trainer = await setting.met(1, joining)
+    assert not waiting.done()
+    await setting.met(1, waiting)
 
 
 class _Pull:
@@ -408,24 +366,23 @@ class _Pull:
         if self._failure is not None:
             raise self._failure
         into[:] = BYTES
-        return _digest(into)
+        return digest_of(into)
 
 
-PULL: dict[str, Any] = {
+PULL = {
     "transport": Transport.PULL,
     "sources": ("http://store:1",),
-    "digest": _digest(BYTES),
+    "digest": DIGEST,
     "group": None,
     "generation": None,
 }
 
 
 async def test_pull_update_needs_no_process_group(setting):
-    pull = _Pull()
-    receiver = setting.receiver = WeightReceiver(setting.target, pull=pull)
-    await setting.phase(UpdatePhase.PREPARE, epoch=3, **PULL)
-    assert await setting.phase(UpdatePhase.COMMIT, epoch=3) is UpdateStatus.COMMITTED
-    assert receiver.digest == _digest(BYTES)
+    pull = setting.pulls()
+    await setting.prepare(epoch=3, **PULL)
+    assert await setting.commit(epoch=3) is UpdateStatus.COMMITTED
+    assert setting.receiver.digest == DIGEST
     (order,) = pull.orders
     assert order.shards == (Shard(("http://store:1",), ((0, len(BYTES)),)),)
     assert (order.epoch, order.version) == (3, 1)
@@ -435,92 +392,86 @@ async def test_pull_update_needs_no_process_group(setting):
 @pytest.mark.parametrize(
     ("failure", "raised"),
     [
-        (DeadlineError("store did not answer"), DeadlineExceeded),
-        (UpdateError("store did not answer"), PeerLost),
-        (DigestMismatch("store did not answer"), DigestMismatch),
+        (DeadlineError, DeadlineExceeded),
+        (UpdateError, PeerLost),
+        (DigestMismatch, DigestMismatch),
     ],
 )
 async def test_failed_pull_keeps_the_old_weights_and_the_next_pull_succeeds(setting, failure, raised):
-    setting.receiver = WeightReceiver(setting.target, pull=_Pull(failure))
-    await setting.phase(UpdatePhase.PREPARE, **PULL)
+    setting.pulls(failure("store did not answer"))
+    await setting.prepare(**PULL)
     with pytest.raises(raised, match="store did not answer"):
-        await setting.phase(UpdatePhase.COMMIT)
+        await setting.commit()
     assert not setting.target.current.any() and setting.target.finished == []
     assert setting.receiver.totals.failures == 1 and setting.receiver.dirty is None
-    setting.receiver = WeightReceiver(setting.target, pull=_Pull())
-    await setting.phase(UpdatePhase.PREPARE, version=2, **PULL)
-    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+    setting.pulls()
+    await setting.prepare(2, **PULL)
+    assert await setting.commit(2) is UpdateStatus.COMMITTED
 
 
 async def test_commit_timeout_error_of_a_pull_says_how_many_bytes_were_received(setting):
-    setting.receiver = WeightReceiver(setting.target, pull=_Pull(waits=True))
-    await setting.phase(UpdatePhase.PREPARE, **PULL)
+    setting.pulls(waits=True)
+    await setting.prepare(**PULL)
     await setting.has_come(64)
     with pytest.raises(
         DeadlineExceeded, match=r"the parameter server has not sent everything within 0.2 s, .* 64 of 128"
     ):
-        await setting.phase(UpdatePhase.COMMIT, timeout_s=0.2)
-    assert await setting.phase(UpdatePhase.ABORT) is UpdateStatus.ABORTED
+        await setting.commit(timeout_s=0.2)
+    assert await setting.abort() is UpdateStatus.ABORTED
 
 
 async def test_abort_request_cancels_a_weight_pull_and_frees_its_buffer(setting):
-    pull = _Pull(waits=True)
-    setting.receiver = WeightReceiver(setting.target, pull=pull)
-    await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S, **PULL)
+    pull = setting.pulls(waits=True)
+    await setting.prepare(**PULL)
     await setting.has_come(64)
-    assert await setting.phase(UpdatePhase.ABORT) is UpdateStatus.ABORTED
+    assert await setting.abort() is UpdateStatus.ABORTED
     assert pull.orders[0].given_up.is_set()
     with pytest.raises(NotPrepared):
-        await setting.phase(UpdatePhase.COMMIT)
-    await setting.phase(UpdatePhase.PREPARE, version=2, timeout_s=0.3, **PULL)
-    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+        await setting.commit()
+    await setting.prepare(2, timeout_s=0.3, **PULL)
+    assert await setting.commit(2) is UpdateStatus.COMMITTED
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["pull in progress", "pull complete"])
 async def test_prepare_request_of_a_later_version_replaces_an_uncommitted_pull(setting, waits):
     """The publisher has given up the earlier version and sends no COMMIT for it; a pull has no group to replace."""
-    pull = _Pull(waits=waits)
-    setting.receiver = WeightReceiver(setting.target, pull=pull)
-    await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S, **PULL)
-    assert await setting.phase(UpdatePhase.PREPARE, timeout_s=PATIENCE_S, **PULL) is UpdateStatus.PREPARED
-    await setting.phase(UpdatePhase.PREPARE, version=2, timeout_s=0.3, **PULL)
+    pull = setting.pulls(waits=waits)
+    await setting.prepare(**PULL)
+    assert await setting.prepare(**PULL) is UpdateStatus.PREPARED
+    await setting.prepare(2, timeout_s=0.3, **PULL)
     assert len(pull.orders) == 2
     with pytest.raises(NotPrepared):
-        await setting.phase(UpdatePhase.COMMIT)
-    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+        await setting.commit()
+    assert await setting.commit(2) is UpdateStatus.COMMITTED
 
 
-async def test_parameter_larger_than_a_bucket_is_received_in_pieces(setting):
-    await setting.join()
-    await setting.phase(UpdatePhase.PREPARE, bucket_bytes=24)
-    await setting.send(buckets=99, bucket_bytes=24)
-    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
-    assert np.array_equal(setting.target.current, BYTES)
+async def test_parameter_larger_than_a_bucket_is_received_in_pieces(joined):
+    await joined.update(bucket_bytes=24)
+    assert np.array_equal(joined.target.current, BYTES)
 
 
 async def test_update_of_a_later_trainer_epoch_replaces_an_open_update_and_earlier_epochs_are_rejected(setting):
     """The trainer of epoch 1 was suspended before its COMMIT; the trainer of epoch 2 does not wait for that COMMIT."""
-    pull = _Pull(waits=True)
-    setting.receiver = WeightReceiver(setting.target, pull=pull)
-    await setting.phase(UpdatePhase.PREPARE, version=9, epoch=1, timeout_s=PATIENCE_S, **PULL)
-    await setting.phase(UpdatePhase.PREPARE, version=4, epoch=2, timeout_s=0.3, **PULL)
+    pull = setting.pulls(waits=True)
+    await setting.prepare(9, epoch=1, **PULL)
+    await setting.prepare(4, epoch=2, timeout_s=0.3, **PULL)
     assert pull.orders[0].given_up.is_set()
     with pytest.raises(NotPrepared):
-        await setting.phase(UpdatePhase.COMMIT, version=9, epoch=1)
+        await setting.commit(9, epoch=1)
     with pytest.raises(StaleVersion, match="epoch 2 has taken over"):
-        await setting.phase(UpdatePhase.PREPARE, version=10, epoch=1, **PULL)
+        await setting.prepare(10, epoch=1, **PULL)
     assert setting.target.serving() == (0, 0), "though nothing of epoch 2 is committed yet"
-    assert await setting.phase(UpdatePhase.COMMIT, version=4, epoch=2) is UpdateStatus.COMMITTED
+    assert await setting.commit(4, epoch=2) is UpdateStatus.COMMITTED
 
 
 async def test_commit_request_of_an_update_fails_if_a_prepare_request_replaces_that_update(setting):
     """If this commit succeeded, the bytes of the next update would overwrite the weights that serve."""
     gate = threading.Event()
-    setting.receiver = WeightReceiver(setting.target, pull=_Pull(gate=gate))
-    await setting.phase(UpdatePhase.PREPARE, **PULL)
+    setting.pulls(gate=gate)
+    await setting.prepare(**PULL)
     both = asyncio.gather(
-        setting.phase(UpdatePhase.COMMIT),
-        setting.phase(UpdatePhase.PREPARE, version=2, **PULL),
+        setting.commit(),
+        setting.prepare(2, **PULL),
         return_exceptions=True,
     )
     await asyncio.sleep(0)  # COMMIT now waits for the bytes, and PREPARE for the end of the receive
@@ -528,12 +479,12 @@ async def test_commit_request_of_an_update_fails_if_a_prepare_request_replaces_t
     committed, prepared = await both
     assert isinstance(committed, NotPrepared) and prepared is UpdateStatus.PREPARED
     assert setting.target.serving() == (0, 0) and not setting.target.current.any()
-    assert await setting.phase(UpdatePhase.COMMIT, version=2) is UpdateStatus.COMMITTED
+    assert await setting.commit(2) is UpdateStatus.COMMITTED
 
 
 async def test_receiver_without_pull_transport_rejects_pull_updates(setting):
     with pytest.raises(InvalidRequest, match="transport pull is not offered"):
-        await setting.phase(UpdatePhase.PREPARE, **PULL)
+        await setting.prepare(**PULL)
 
 
 @pytest.mark.parametrize("layout", [True, False], ids=["layout", "layout_id"])
@@ -541,4 +492,4 @@ async def test_receiver_rejects_buckets_that_split_weights_into_too_many_pieces(
     monkeypatch.setattr(weight_receiver, "MAX_PIECES", LAYOUT.num_bytes - 1)
     named = {} if layout else {"layout": None, "layout_id": LAYOUT.layout_id}
     with pytest.raises(InvalidRequest, match="bucket_bytes must be at least 2 for these weights, got 1"):
-        await setting.phase(UpdatePhase.PREPARE, bucket_bytes=1, **PULL, **named)
+        await setting.prepare(bucket_bytes=1, **PULL, **named)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference_contract.weights import Backend, InitProcessGroupRequest
+from inference_contract.weights import Backend
 from pipelinerl.engines.weights import torch_endpoint
 from pipelinerl.engines.weights.torch_endpoint import serve_endpoints
 from pipelinerl.engines.weights.torch_shared_bytes import SharedBytes, attach, check_room
@@ -17,6 +17,7 @@ from pipelinerl.engines.weights.worker_endpoint import WorkerEndpoint, WorkerEnd
 from pipelinerl.errors import DeadlineError, ModelError, UpdateError
 from pipelinerl.system.background import in_background
 from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
+from tests.fakes.groups import joining, rank
 from tests.patience import PATIENCE_S, SOON_S
 
 SIZE = 64
@@ -47,17 +48,14 @@ class Setting:
     def pair(self, *, timeout_s=PATIENCE_S):
         """Form a group of the next generation; return its rank 0, and the endpoint that joined for the worker."""
         self.generation += 1
-        root = in_background("root", lambda: self.rank_0(timeout_s))
+        root = rank(self.rendezvous, generation=self.generation, timeout_s=timeout_s)
         endpoint = self.endpoints.join(self.request(timeout_s))
         assert isinstance(endpoint, WorkerEndpoint)
         self.joined.append(endpoint)
         return root.result(), endpoint
 
-    def rank_0(self, timeout_s):
-        return _rank_0(self.rendezvous, generation=self.generation, timeout_s=timeout_s)
-
     def request(self, timeout_s):
-        return _joining(self.rendezvous, generation=self.generation, timeout_s=timeout_s)
+        return joining(self.rendezvous.port, self.generation, timeout_s=timeout_s)
 
     def close(self):
         for endpoint in self.joined:
@@ -66,31 +64,6 @@ class Setting:
         self.worker.join()
         self.endpoints.close()
         self.rendezvous.close()
-
-
-def _rank_0(rendezvous, *, generation=1, timeout_s=PATIENCE_S):
-    return Collective.join(
-        host=rendezvous.host,
-        port=rendezvous.port,
-        group="weights",
-        generation=generation,
-        rank=0,
-        world_size=2,
-        timeout_s=timeout_s,
-    )
-
-
-def _joining(rendezvous, *, generation=1, timeout_s=PATIENCE_S):
-    return InitProcessGroupRequest(
-        group="weights",
-        backend=Backend.GLOO,
-        rendezvous_host=rendezvous.host,
-        rendezvous_port=rendezvous.port,
-        rank=1,
-        world_size=2,
-        generation=generation,
-        timeout_s=timeout_s,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -177,8 +150,8 @@ def test_weight_receive_fails_with_the_workers_out_of_memory_error(monkeypatch):
     with SharedBytes(SIZE) as shared, endpoints.accept_worker() as path:
         serve_endpoints(path, attach(shared.path, SIZE), torch.device("cpu"))
     with closing(endpoints), closing(Rendezvous("127.0.0.1")) as rendezvous:
-        root = in_background("root", lambda: _rank_0(rendezvous))
-        endpoint = endpoints.join(_joining(rendezvous))
+        root = rank(rendezvous)
+        endpoint = endpoints.join(joining(rendezvous.port))
         assert isinstance(endpoint, WorkerEndpoint)
         with closing(root.result()), closing(endpoint):
             monkeypatch.setattr(Collective, "broadcast", full)

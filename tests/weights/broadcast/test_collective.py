@@ -12,34 +12,12 @@ import torch
 from inference_contract.weights import Connections
 from pipelinerl.errors import AddressError, DeadlineError, UpdateError
 from pipelinerl.system.background import in_background
-from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
+from pipelinerl.weights.broadcast.collective import Rendezvous
+from tests.fakes.groups import rank, ranks
 from tests.patience import PATIENCE_S, SOON_S
 
 #: Runs a test twice: with connections between all ranks, gloo's default, and with the tree that large groups use.
 BOTH_WAYS = pytest.mark.parametrize("connections", [None, Connections.TREE])
-
-
-def _joining(rendezvous, rank, *, size=2, generation=1, connections=None, timeout_s=PATIENCE_S):
-    return in_background(
-        f"rank-{rank}",
-        lambda: Collective.join(
-            host=rendezvous.host,
-            port=rendezvous.port,
-            group="g",
-            generation=generation,
-            rank=rank,
-            world_size=size,
-            connections=connections,
-            timeout_s=timeout_s,
-        ),
-    )
-
-
-def _ranks(rendezvous, size=2, *, generation=1, connections=None):
-    joins = [
-        _joining(rendezvous, rank, size=size, generation=generation, connections=connections) for rank in range(size)
-    ]
-    return [join.result(PATIENCE_S) for join in joins]
 
 
 @pytest.fixture
@@ -49,7 +27,7 @@ def rendezvous():
 
 @BOTH_WAYS
 def test_broadcast_in_a_weight_group_delivers_the_bytes(rendezvous, connections):
-    root, leaf = _ranks(rendezvous, connections=connections)
+    root, leaf = ranks(rendezvous, connections=connections)
     sent, got = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
     deadline = time.monotonic() + PATIENCE_S
     receiving = in_background("receive", lambda: leaf.broadcast(got, deadline=deadline))
@@ -59,8 +37,8 @@ def test_broadcast_in_a_weight_group_delivers_the_bytes(rendezvous, connections)
 
 
 def test_closing_an_old_weight_group_does_not_affect_the_new_group(rendezvous):
-    first = _ranks(rendezvous, generation=1)
-    second = _ranks(rendezvous, generation=2)
+    first = ranks(rendezvous, generation=1)
+    second = ranks(rendezvous, generation=2)
     first[0].close()
     got = torch.zeros(4, dtype=torch.uint8)
     deadline = time.monotonic() + PATIENCE_S
@@ -72,13 +50,13 @@ def test_closing_an_old_weight_group_does_not_affect_the_new_group(rendezvous):
 
 def test_weight_group_connected_as_a_tree_has_fewer_connections_than_a_full_mesh(rendezvous):
     gc.collect()  # closes the connections of earlier tests' groups, which would be counted
-    ranks, before = 9, _open_files()
-    tree = _ranks(rendezvous, ranks, connections=Connections.TREE)
+    before = _open_files()
+    tree = ranks(rendezvous, 9, connections=Connections.TREE)
     with_tree = _open_files()
-    mesh = _ranks(rendezvous, ranks, generation=2)
+    mesh = ranks(rendezvous, 9, generation=2)
     # The tree has 8 connections, the mesh 36. This process has both ends of each connection among its open files.
     assert with_tree - before < _open_files() - with_tree
-    assert len(tree) == len(mesh) == ranks
+    assert len(tree) == len(mesh) == 9
 
 
 def _open_files():
@@ -89,13 +67,13 @@ def _open_files():
 def test_joining_a_weight_group_with_a_missing_rank_fails_at_the_deadline(rendezvous, connections):
     began = time.monotonic()
     with pytest.raises(DeadlineError, match=r"joining group 'g' generation 1 .* as rank 0 of 2"):
-        _joining(rendezvous, 0, connections=connections, timeout_s=0.5).result(PATIENCE_S)
+        rank(rendezvous, 0, connections=connections, timeout_s=0.5).result(PATIENCE_S)
     assert time.monotonic() - began < SOON_S
 
 
 def test_closing_the_rendezvous_of_a_weight_group_fails_pending_and_later_joins(rendezvous):
     before = rendezvous._store.num_keys()
-    waiting = [_joining(rendezvous, rank, size=4) for rank in (0, 1)]
+    waiting = [rank(rendezvous, number, world_size=4) for number in (0, 1)]
     give_up = time.monotonic() + PATIENCE_S
     while rendezvous._store.num_keys() < before + 2:  # each of them writes its address
         assert time.monotonic() < give_up and not any(join.done() for join in waiting)
@@ -105,12 +83,12 @@ def test_closing_the_rendezvous_of_a_weight_group_fails_pending_and_later_joins(
         with pytest.raises(UpdateError, match="generation 1"):
             join.result(SOON_S)
     with pytest.raises(UpdateError, match=f"127.0.0.1:{rendezvous.port} as rank 2 of 4 failed: .*refused"):
-        _joining(rendezvous, 2, size=4).result(SOON_S)
+        rank(rendezvous, 2, world_size=4).result(SOON_S)
 
 
 @BOTH_WAYS
 def test_receiving_rank_fails_without_waiting_if_the_sending_rank_leaves_the_weight_group(rendezvous, connections):
-    root, leaf = _ranks(rendezvous, connections=connections)
+    root, leaf = ranks(rendezvous, connections=connections)
     got = torch.zeros(4, dtype=torch.uint8)
     receiving = in_background("receive", lambda: leaf.broadcast(got, deadline=time.monotonic() + PATIENCE_S))
     time.sleep(0.1)
@@ -123,21 +101,21 @@ def test_receiving_rank_fails_without_waiting_if_the_sending_rank_leaves_the_wei
 
 @BOTH_WAYS
 def test_receiving_from_a_rank_that_sends_nothing_fails_at_the_deadline(rendezvous, connections):
-    root, leaf = _ranks(rendezvous, connections=connections)
+    root, leaf = ranks(rendezvous, connections=connections)
     with pytest.raises(DeadlineError, match="timed out, not every rank took part"):
         leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 0.4)
     assert root is not None
 
 
 def test_sending_to_a_rank_that_does_not_receive_fails_at_the_deadline(rendezvous):
-    root, leaf = _ranks(rendezvous)
+    root, leaf = ranks(rendezvous)
     with pytest.raises(DeadlineError, match="timed out, not every rank took part"):
         root.broadcast(torch.zeros(2**25, dtype=torch.uint8), deadline=time.monotonic() + 0.4)
     assert leaf is not None
 
 
 def test_broadcast_by_a_rank_that_has_left_the_weight_group_is_rejected(rendezvous):
-    root, _ = _ranks(rendezvous)
+    root, _ = ranks(rendezvous)
     root.close()
     root.close()
     with pytest.raises(UpdateError, match=r"this process (has )?left"):
@@ -154,7 +132,7 @@ def test_rendezvous_on_a_taken_port_raises_an_address_error():
 
 def test_rendezvous_and_gloo_listen_only_on_loopback(rendezvous):
     """The test looks up the sockets of the rendezvous' store and of gloo in the kernel's table of sockets (Linux)."""
-    pair = _ranks(rendezvous)
+    pair = ranks(rendezvous)
     targets = [_target(link) for link in Path("/proc/self/fd").iterdir()]
     inodes = {target[len("socket:[") : -1] for target in targets if target.startswith("socket:[")}
     rows = [
@@ -176,7 +154,7 @@ def _target(link):
 
 def test_rank_whose_broadcast_failed_leaves_the_group_so_that_its_peers_fail_without_waiting(rendezvous):
     """If the failed rank stayed in the group, rank 0 would wait until its deadline."""
-    root, leaf = _ranks(rendezvous)
+    root, leaf = ranks(rendezvous)
     with pytest.raises(DeadlineError):
         leaf.broadcast(torch.zeros(4, dtype=torch.uint8), deadline=time.monotonic() + 0.2)
     with pytest.raises(UpdateError, match=r"this process (has )?left"):
@@ -188,7 +166,7 @@ def test_rank_whose_broadcast_failed_leaves_the_group_so_that_its_peers_fail_wit
 
 
 def test_rank_that_waits_for_a_message_of_its_weight_group_prints_nothing(rendezvous, capfd):
-    root, leaf = _ranks(rendezvous)
+    root, leaf = ranks(rendezvous)
     waiting = in_background("waiting", lambda: leaf.expect("digest", deadline=time.monotonic() + PATIENCE_S))
     time.sleep(0.3)
     root.announce("digest", "d0")

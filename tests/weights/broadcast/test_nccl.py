@@ -1,18 +1,97 @@
 """Failures of an NCCL weight group raise an error by the deadline, and never end the process."""
 
+import ast
 import os
+import threading
 import time
+from pathlib import Path
+from typing import Any, final
 
 import pytest
 import torch
 import torch.distributed
+from torch._C import _distributed_c10d as published
 
 from inference_contract.weights import Backend
 from pipelinerl.errors import UpdateError
 from pipelinerl.system.background import in_background
 from pipelinerl.weights.broadcast.collective import Collective, connect_nccl, wait_for_nccl
-from tests.fakes.nccl_library import FailedWork, NcclLibrary
 from tests.patience import PATIENCE_S, SOON_S
+
+
+@final
+class NcclLibrary:
+    """Stands in for `torch.distributed`; the process group that it creates is kept as `group`."""
+
+    BroadcastOptions = torch.distributed.BroadcastOptions
+
+    def __init__(self, work, *, connects=True):
+        """Let every broadcast return `work`. If `connects` is false, connecting blocks until the group is aborted."""
+        library = self
+        self.group: Any = None
+
+        @final
+        class ProcessGroupNCCL:
+            class Options:
+                def __init__(self):
+                    self.config = NCCLConfig()
+                    self._timeout: Any = None
+
+            def __init__(self, store, rank, size, options):
+                self.variables = dict(os.environ)
+                self.blocking = options.config.blocking
+                self.aborted = threading.Event()
+                library.group = self
+
+            def eager_connect_single_device(self, device):
+                if not connects:
+                    self.aborted.wait()
+                    raise RuntimeError("NCCL communicator was aborted on rank 0")
+
+            def broadcast(self, tensors, options):
+                return work
+
+            def abort(self):
+                self.aborted.set()
+
+        class NCCLConfig:
+            blocking = -(2**31)
+
+        self.ProcessGroupNCCL = ProcessGroupNCCL
+        verify(ProcessGroupNCCL, NCCLConfig)
+
+
+@final
+class FailedWork:
+    """The handle of a failed broadcast. Like NCCL's, it counts as completed, and `wait` raises the error."""
+
+    def is_completed(self):
+        return True
+
+    def exception(self):
+        raise TypeError("Unable to convert function return value to a Python type!")  # as torch 2.11 does
+
+    def wait(self):
+        raise RuntimeError("NCCL error: remote process exited or there was a network error")
+
+
+def verify(group, config):
+    """Raise `AssertionError` if the fake has a method, a field or a parameter that torch does not."""
+    stub = Path(str(torch.__path__[0])) / "_C" / "_distributed_c10d.pyi"
+    classes = {node.name: node for node in ast.walk(ast.parse(stub.read_text())) if isinstance(node, ast.ClassDef)}
+    names = {name for name in vars(group) if not name.startswith("_")}
+    assert names <= {"Options"} | set(dir(published.Backend)), names
+    assert names - {"Options"} <= {*dir(published.Backend)}
+    fields = {node.target.id for node in classes["NCCLConfig"].body if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
+    assert "blocking" in fields and hasattr(config, "blocking")
+    (made,) = (
+        node
+        for node in classes["ProcessGroupNCCL"].body
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+    )
+    assert [each.arg for each in made.args.args] == ["self", "store", "rank", "size", "options"]
+    assert {name for name in vars(FailedWork) if not name.startswith("_")} <= set(dir(published.Work))
+
 
 CPU = torch.device("cpu")
 

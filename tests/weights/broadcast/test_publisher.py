@@ -12,10 +12,7 @@ import pytest
 
 from inference_contract.errors import Overloaded
 from inference_contract.schemas import ChatCompletionRequest
-from inference_contract.weights import (
-    OnUpdate,
-    UpdatePhase,
-)
+from inference_contract.weights import OnUpdate, UpdatePhase
 from pipelinerl import rng
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import AddressError, ReachedNoEngine, UpdateError
@@ -42,6 +39,22 @@ def weights(version):
 def publication(version, engines, **fields):
     defaults = {"epoch": 1, "membership": 1, "weights": weights(version), "timeout_s": 24.0}
     return Publication(version=version, layout=LAYOUT, engines=engines, **(defaults | fields))
+
+
+async def halted(publisher, engines, *, bucket=1, **fields):
+    """Publish weights, and wait until their source pauses before a bucket; return the publication and what ends it."""
+    sending, release = threading.Event(), threading.Event()
+
+    def source():
+        for row, item in enumerate(weights(2)()):
+            if row == bucket and not sending.is_set():
+                sending.set()
+                assert release.wait(PATIENCE_S)
+            yield item
+
+    update = asyncio.create_task(publisher.publish(publication(engines=engines, weights=source, **fields)))
+    await asyncio.to_thread(sending.wait, PATIENCE_S)
+    return update, release
 
 
 class Recording:
@@ -231,11 +244,7 @@ async def test_broadcast_fails_if_the_trainer_gathers_parameters_that_differ_fro
 
 
 async def test_engines_keep_generating_tokens_during_a_slow_broadcast(publisher, control, engines):
-    sending, release = threading.Event(), threading.Event()
-    update = asyncio.create_task(
-        publisher.publish(publication(1, engines, weights=_halting(sending, release), on_update=OnUpdate.DRAIN))
-    )
-    await asyncio.to_thread(sending.wait, PATIENCE_S)
+    update, release = await halted(publisher, engines, version=1, on_update=OnUpdate.DRAIN)
     before = await greedy(control, engines[0])
     assert await serving(control, engines[0]) == (0, 0) and len(before) > 0
     release.set()
@@ -253,12 +262,7 @@ async def test_other_engines_get_the_weights_if_an_engine_is_killed_or_suspended
         # Publish once before the test, since the engine imports torch at its first join, which takes seconds.
         warm = await publisher.publish(publication(1, [victim, *engines], timeout_s=PATIENCE_S))
         assert warm.failed == {}
-        sending, release = threading.Event(), threading.Event()
-        source = _halting(sending, release)
-        update = asyncio.create_task(
-            publisher.publish(publication(2, [victim, *engines], weights=source, timeout_s=timeout_s))
-        )
-        await asyncio.to_thread(sending.wait, PATIENCE_S)
+        update, release = await halted(publisher, [victim, *engines], version=2, timeout_s=timeout_s)
         os.kill(process.pid, death)
         began = time.monotonic()
         release.set()
@@ -292,30 +296,12 @@ async def test_engine_restarted_during_a_broadcast_gets_the_weights(publisher, c
     with as_process("tests.fakes.scripted_engine") as (victim, process), in_thread(application()) as again:
         warm = await publisher.publish(publication(1, [victim, *engines], timeout_s=PATIENCE_S))
         assert warm.failed == {}
-        sending, release = threading.Event(), threading.Event()
-        source = _halting(sending, release, bucket=0)
-        update = asyncio.create_task(
-            publisher.publish(publication(2, [victim, *engines], weights=source, timeout_s=21.0))
-        )
-        await asyncio.to_thread(sending.wait, PATIENCE_S)
+        update, release = await halted(publisher, [victim, *engines], bucket=0, version=2, timeout_s=21.0)
         os.kill(process.pid, signal.SIGSTOP)  # makes peers wait, as they sometimes do for a killed process
         control.moved[victim] = again
         release.set()
         assert (await update).failed == {}
         assert [await serving(control, url) for url in (again, *engines)] == [(1, 2)] * (1 + len(engines))
-
-
-def _halting(sending, release, *, bucket=1):
-    """Return weights that pause, when read first, before the given bucket (counted from 0) until `release` is set."""
-
-    def source():
-        for row, item in enumerate(weights(2)()):
-            if row == bucket and not sending.is_set():
-                sending.set()
-                assert release.wait(PATIENCE_S)
-            yield item
-
-    return source
 
 
 async def test_rendezvous_of_the_weight_group_moves_to_an_address_that_all_engines_reach(

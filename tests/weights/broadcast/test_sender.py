@@ -9,9 +9,9 @@ import xxhash
 
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.errors import DeadlineError, UpdateError
-from pipelinerl.system.background import in_background
-from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
+from pipelinerl.weights.broadcast.collective import Rendezvous
 from pipelinerl.weights.broadcast.sender import WeightSender
+from tests.fakes.groups import ranks
 from tests.patience import PATIENCE_S, SOON_S
 
 LAYOUT = WeightLayout(
@@ -70,17 +70,17 @@ def test_sent_weights_have_the_same_bytes_from_every_array_library(kind, bucket_
     assert _send([(name, kind(array)) for name, array in ARRAYS.items()], bucket_bytes=bucket_bytes) == EXPECTED
 
 
-def test_bfloat16_weights_are_sent_as_their_bytes_without_conversion():
-    layout = WeightLayout(parameters=(ParameterSpec(name="w", shape=(6,), dtype=DType.BFLOAT16),))
-    tensor = torch.linspace(-1, 1, 6, dtype=torch.bfloat16)
-    raw = tensor.view(torch.int16).numpy().tobytes()
-    assert _send([("w", tensor)], layout=layout) == xxhash.xxh3_128(raw).hexdigest()
-
-
-def test_non_contiguous_parameter_that_requires_grad_can_be_sent():
-    layout = WeightLayout(parameters=(ParameterSpec(name="w", shape=(2, 3), dtype=DType.FLOAT32),))
-    tensor = torch.arange(6.0).reshape(3, 2).t().requires_grad_()
-    raw = tensor.detach().contiguous().numpy().tobytes()
+@pytest.mark.parametrize(
+    ("dtype", "tensor"),
+    [
+        (DType.BFLOAT16, torch.linspace(-1, 1, 6, dtype=torch.bfloat16)),
+        (DType.FLOAT32, torch.arange(6.0).reshape(3, 2).t().requires_grad_()),
+    ],
+    ids=["bfloat16", "not contiguous, with grad"],
+)
+def test_torch_parameter_is_sent_as_its_bytes_without_conversion(dtype, tensor):
+    layout = WeightLayout(parameters=(ParameterSpec(name="w", shape=tuple(tensor.shape), dtype=dtype),))
+    raw = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
     assert _send([("w", tensor)], layout=layout) == xxhash.xxh3_128(raw).hexdigest()
 
 
@@ -100,13 +100,7 @@ def test_sender_rejects_parameters_that_differ_from_the_announced_layout(items, 
 
 
 def test_sending_weights_to_a_rank_that_stays_silent_fails_after_the_silence_timeout():
-    rendezvous = Rendezvous("127.0.0.1")
-    join = lambda rank: Collective.join(  # noqa: E731
-        host="127.0.0.1", port=rendezvous.port, group="g", generation=1, rank=rank, world_size=2, timeout_s=PATIENCE_S
-    )
-    root, leaf = (
-        future.result(PATIENCE_S) for future in [in_background(f"{rank}", lambda r=rank: join(r)) for rank in (0, 1)]
-    )
+    root, leaf = ranks(Rendezvous("127.0.0.1"))
     sender, began = WeightSender(LAYOUT, lambda: iter(ARRAYS.items()), 16), time.monotonic()
     with pytest.raises(DeadlineError, match=r"bucket \d of 2 \(parameter"):
         sender.send(root, deadline=began + PATIENCE_S, silence_s=0.3)

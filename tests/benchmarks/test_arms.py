@@ -1,7 +1,5 @@
 """Tests of training benchmarks that compare several arms (variants): metrics of a run, tables, and resumed records."""
 
-import json
-
 import pytest
 
 from benchmarks import arms
@@ -65,19 +63,22 @@ def test_benchmark_table_has_a_row_per_compared_variant_and_marks_incomplete_run
     ]
 
 
-def test_recorded_benchmark_runs_are_not_repeated(monkeypatch, tmp_path):
-    path, trained = tmp_path / "b.json", list[str]()
-
-    def record(name, payload, *, quick):
-        path.write_text(json.dumps(payload))
+@pytest.fixture
+def trained(monkeypatch):
+    """Name each run that is trained, and keep the record in memory instead of in a file."""
+    names, kept = [], {}
 
     def train(job, *, judged):
-        trained.append(f"{job.arm}{job.seed}{job.changes}")
+        names.append(f"{job.arm}{job.seed}{job.changes}")
         return finished([])
 
-    monkeypatch.setattr(arms, "read_record", lambda name: json.loads(path.read_text()) if path.exists() else {})
-    monkeypatch.setattr(arms, "write_record", record)
+    monkeypatch.setattr(arms, "read_record", lambda name: kept)
+    monkeypatch.setattr(arms, "write_record", lambda name, payload, *, quick: kept.update(payload))
     monkeypatch.setattr(arms, "train", train)
+    return names
+
+
+def test_recorded_benchmark_runs_are_not_repeated(trained):
     jobs = [Job("a", 0, "tiny", ("x=1",)), Job("a", 1, "tiny", ("x=1",))]
 
     def values(*jobs):  # without repeats, which a busy machine would cause
@@ -90,31 +91,25 @@ def test_recorded_benchmark_runs_are_not_repeated(monkeypatch, tmp_path):
     assert values(*jobs) == [0, 1]
     values(Job("a", 0, "tiny", ("x=2",)))
     assert trained == ["a0('x=1',)", "a1('x=1',)", "a0('x=2',)"]
-    kept = [(row["seed"], row["changes"]) for row in json.loads(path.read_text())["runs"]]
+    kept = [(row["seed"], list(row["changes"])) for row in arms.read_record("b")["runs"]]
     assert kept == [(0, ["x=2"]), (1, ["x=1"])], "a run replaces the earlier run of its arm and seed only"
 
 
 def test_benchmark_run_disturbed_by_other_processes_is_repeated_once_and_the_less_disturbed_run_is_kept(
-    monkeypatch, tmp_path
+    trained, monkeypatch
 ):
-    path, trained = tmp_path / "b.json", list[str]()
     others = iter((0.9, 0.5, 0.0))
 
     class Meter:
         def figures(self):
             return {"load": 1.0, "others": next(others)}
 
-    def train(job, *, judged):
-        trained.append(f"{job.arm}{job.seed}")
-        return finished([])
-
-    monkeypatch.setattr(arms, "read_record", lambda name: json.loads(path.read_text()) if path.exists() else {})
-    monkeypatch.setattr(arms, "write_record", lambda name, payload, *, quick: path.write_text(json.dumps(payload)))
-    monkeypatch.setattr(arms, "train", train)
     monkeypatch.setattr(arms, "_OtherWork", Meter)
     jobs = [Job("a", 0, "tiny", ()), Job("b", 0, "tiny", ())]
     measured("b", jobs[:1], lambda job, run: {}, quick=False)
     for _ in range(2):
         rows = measured("b", jobs, lambda job, run: {}, quick=False)
-    assert trained == ["a0", "a0", "b0"], "the second run of a was disturbed, too, and is accepted"
+    assert [each[:2] for each in trained] == ["a0", "a0", "b0"], (
+        "the second run of a was disturbed, too, and is accepted"
+    )
     assert [row["others"] for row in rows] == [0.5, 0.0]

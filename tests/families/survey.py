@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
-from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.memory_budget import budget_of
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import load_runner
@@ -31,6 +30,7 @@ from pipelinerl.models.model_shape import read_shape
 from pipelinerl.models.weight_writer import WeightWriter
 from pipelinerl.plugins.jax.trainer.trainer import JaxTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
+from tests.fakes.torch_rows import Row, decode, start, swap
 from tests.families import zoo
 from tests.families.models_page import Records
 from trainer_contract.conformance.probes import LINEAR
@@ -161,20 +161,10 @@ def _check_checkpoint(trainer, model, rows, path):
 
 def _sampled(runner, rows, count=6):
     """Sample `count` tokens after each row; return the whole sequences, and the new tokens' log-probs."""
-    runner.prefill([Prefill(row[:-1], [slot]) for slot, row in enumerate(rows)])
-    runner.place(
-        [
-            RowState(slot, row[-1], len(row) - 1, 5 + slot, temperature=1.0, top_p=1.0, top_k=0)
-            for slot, row in enumerate(rows)
-        ]
-    )
-    answers = [(list(row), list[float]()) for row in rows]
-    for _ in range(count):
-        tokens, values = runner.decode(len(rows))
-        for (answer, of_answer), token, value in zip(answers, tokens, values, strict=True):
-            answer.append(int(token))
-            of_answer.append(float(value))
-    return answers
+    answers = [Row(row, noise_key=5 + slot) for slot, row in enumerate(rows)]
+    start(runner, answers)
+    decode(runner, answers, count)
+    return [(answer.tokens, answer.logprobs) for answer in answers]
 
 
 def _check_engine(path, model, trainer, rows):
@@ -195,9 +185,7 @@ def _check_engine(path, model, trainer, rows):
     if layouts[0] != layouts[1]:
         raise WrongError("the engine rejects the trainer's updates: their layouts differ")
     sent = [weight.detach().contiguous().view(-1).view(torch.uint8) for _, weight in trainer.gather_weights()]
-    runner.staging().copy_(torch.cat(sent))
-    runner.finish_staging()
-    runner.swap()
+    swap(runner, torch.cat(sent))
     after = trainer.forward([batch_of(rows)])[0]
     same("log-probs after an update", np.concatenate([runner.scorer(row, 1.0) for row in rows]), after)
 

@@ -8,27 +8,20 @@ from typing import final
 import pytest
 
 from inference_contract.errors import Dirty, EngineStopped, InvalidRequest
-from inference_contract.schemas import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionRequest,
-    ChunkChoice,
-    Continuation,
-    Delta,
-    EngineState,
-    FinishReason,
-    Health,
-)
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, Continuation, EngineState, Health
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.errors import EngineUnreachable
+from tests.engines.http.test_partial_answer import chunk, part
 from tests.fakes.scripted_engine import ScriptedEngine, application
 from tests.fakes.served import as_process, in_thread
 from tests.patience import PATIENCE_S, SOON_S
 
 LENGTH = 6
 STANDS_STILL = "stands still"
+#: What the last chunk of a sample says.
+LAST = {"end": "length", "text": "whole"}
 
 
 def ask(**fields):
@@ -96,23 +89,13 @@ class Scripted:
                     self.stands_still.set()
                     await asyncio.sleep(PATIENCE_S)
                 raise error
-            parts = [
-                part(i, begun + come - 1, version, ends=begun + come == self.short.get(i, LENGTH))
-                for i, begun in given.items()
-                if begun + come <= self.short.get(i, LENGTH)
-            ]
-            yield ChatCompletionChunk(
-                id="c", created=0, model="m", choices=parts, model_version=version, epoch=epoch,
-                prompt_token_ids=[1, 2, 3] if come == 1 else None,
-            )  # fmt: skip
+            parts = []
+            for i, begun in given.items():
+                at, length = begun + come - 1, self.short.get(i, LENGTH)
+                if at < length:
+                    parts.append(part(i, [10 * i + at], version, **(LAST if at + 1 == length else {})))
+            yield chunk(*parts, version=version, epoch=epoch, prompt=[1, 2, 3] if come == 1 else None)
             await asyncio.sleep(0)
-
-
-def part(index, token, version, *, ends):
-    return ChunkChoice(
-        index=index, delta=Delta(content="whole" if ends else None), token_ids=[10 * index + token],
-        token_logprobs=[-1.0], version_spans=[(version, 1)], finish_reason=FinishReason.LENGTH if ends else None,
-    )  # fmt: skip
 
 
 def is_whole(answer):

@@ -31,10 +31,9 @@ def part(index, ids, version, *, end=None, text=None):
     )  # fmt: skip
 
 
-def chunk(*parts, epoch=1, prompt=None):
-    return ChatCompletionChunk(
-        id="c", created=0, model="m", choices=list(parts), model_version=0, epoch=epoch, prompt_token_ids=prompt
-    )
+def chunk(*parts, epoch=1, version=0, prompt=None):
+    fields = {"model_version": version, "epoch": epoch, "prompt_token_ids": prompt}
+    return ChatCompletionChunk(id="c", created=0, model="m", choices=list(parts), **fields)
 
 
 def answer(*chunks):

@@ -84,15 +84,8 @@ def test_prefill_workspace_counts_the_residual_stream_and_its_norm_in_fp32(budge
 
 def test_memory_budget_includes_a_conversion_buffer_if_updates_arrive_in_another_dtype(tmp_path, budget):
     shape = read_shape(tmp_path)
-    sent = budget_of(
-        shape,
-        dtype=WeightDType.BFLOAT16,
-        wire=WeightDType.FLOAT32,
-        slots=40,
-        context=8192,
-        received=2 * shape.count,
-        spare=shape.count,
-    )
+    dtypes = {"dtype": WeightDType.BFLOAT16, "wire": WeightDType.FLOAT32}
+    sent = budget_of(shape, **dtypes, slots=40, context=8192, received=2 * shape.count, spare=shape.count)
     assert sent.conversion == 4 * shape.count and budget.conversion == 0
     assert sent.staging == budget.staging + shape.count
     with pytest.raises(ModelError, match=r"set weights\.dtype to the engine's"):

@@ -16,15 +16,17 @@ def _request(name, samples=1, prompt=3, priority=0):
     return request
 
 
-def _scheduler(slots=4, max_waiting=100, prefill_tokens=1000):
-    return Scheduler(Capacity(slots, max_waiting), prefill_tokens)
+def _scheduler(*requests, slots=4, max_waiting=100, prefill_tokens=1000):
+    """Return a scheduler to which these requests were submitted."""
+    made = Scheduler(Capacity(slots, max_waiting), prefill_tokens)
+    for request in requests:
+        made.submit(request)
+    return made
 
 
 def test_scheduler_admits_the_samples_of_one_request_together_in_order_of_arrival():
-    scheduler = _scheduler(slots=4)
     first, second = _request("a", samples=3), _request("b", samples=3)
-    scheduler.submit(first)
-    scheduler.submit(second)
+    scheduler = _scheduler(first, second, slots=4)
     admitted = scheduler.admit()
     assert [(each.request, each.rows, each.sibling) for each in admitted] == [
         (first, [0, 1, 2], None),
@@ -56,18 +58,15 @@ def test_scheduler_may_admit_only_with_a_free_row_and_blocks_that_may_have_becom
 
 
 def test_prompts_beyond_the_prefill_budget_can_be_admitted_by_the_next_call():
-    scheduler = _scheduler(prefill_tokens=5)
-    for name in ("a", "b"):
-        scheduler.submit(_request(name, prompt=4))
+    scheduler = _scheduler(_request("a", prompt=4), _request("b", prompt=4), prefill_tokens=5)
     assert len(scheduler.admit()) == 1
     assert scheduler.may_admit
 
 
 def test_request_with_lowest_priority_value_starts_first_and_ties_go_to_the_oldest():
     """Urgent requests also start before the waiting samples of a started request, but preempt no running sample."""
-    scheduler = _scheduler(slots=2)
-    for request in (_request("begun", samples=3), _request("a"), _request("later", priority=1), _request("b")):
-        scheduler.submit(request)
+    begun = (_request("begun", samples=3), _request("a"), _request("later", priority=1), _request("b"))
+    scheduler = _scheduler(*begun, slots=2)
     scheduler.admit()
     for request in (_request("soon", priority=-1), _request("first", priority=-2), _request("soon too", priority=-1)):
         scheduler.submit(request)
@@ -79,9 +78,8 @@ def test_request_with_lowest_priority_value_starts_first_and_ties_go_to_the_olde
 
 
 def test_sample_that_starts_late_copies_the_prompt_cache_of_a_running_sample_of_its_request():
-    scheduler = _scheduler(slots=2)
     request = _request("a", samples=3)
-    scheduler.submit(request)
+    scheduler = _scheduler(request, slots=2)
     scheduler.admit()
     scheduler.retire([0])
     (late,) = scheduler.admit()
@@ -90,8 +88,7 @@ def test_sample_that_starts_late_copies_the_prompt_cache_of_a_running_sample_of_
 
 
 def test_sample_that_starts_late_copies_no_prompt_cache_if_the_other_samples_of_its_request_have_ended():
-    scheduler = _scheduler(slots=2)
-    scheduler.submit(_request("a", samples=3))
+    scheduler = _scheduler(_request("a", samples=3), slots=2)
     scheduler.admit()
     scheduler.retire([0, 1])
     (late,) = scheduler.admit()
@@ -99,8 +96,7 @@ def test_sample_that_starts_late_copies_no_prompt_cache_if_the_other_samples_of_
 
 
 def test_scheduler_queue_limit_counts_samples_not_requests():
-    scheduler = _scheduler(slots=4, max_waiting=3)
-    scheduler.submit(_request("running", samples=4))
+    scheduler = _scheduler(_request("running", samples=4), slots=4, max_waiting=3)
     scheduler.admit()
     scheduler.submit(_request("a", samples=2))
     with pytest.raises(Overloaded, match="at most 3 samples, 2 wait and 2 more"):
@@ -109,8 +105,7 @@ def test_scheduler_queue_limit_counts_samples_not_requests():
 
 
 def test_samples_that_fit_into_free_batch_rows_do_not_count_towards_the_queue_limit():
-    scheduler = _scheduler(slots=4, max_waiting=2)
-    scheduler.submit(_request("a", samples=6))
+    scheduler = _scheduler(_request("a", samples=6), slots=4, max_waiting=2)
     with pytest.raises(Overloaded):
         scheduler.submit(_request("b"))
     scheduler.admit()
@@ -131,19 +126,15 @@ def test_request_with_more_samples_than_batch_rows_plus_queue_slots_is_rejected(
 
 
 def test_prompts_beyond_the_prefill_budget_wait_but_a_single_longer_prompt_is_admitted():
-    scheduler = _scheduler(prefill_tokens=10)
-    for name, prompt in (("a", 50), ("b", 6), ("c", 5)):
-        scheduler.submit(_request(name, prompt=prompt))
-    assert [each.request.request_id for each in scheduler.admit()] == ["a"]
-    assert [each.request.request_id for each in scheduler.admit()] == ["b"]
-    assert [each.request.request_id for each in scheduler.admit()] == ["c"]
+    prompts = {"a": 50, "b": 6, "c": 5}
+    scheduler = _scheduler(*(_request(name, prompt=length) for name, length in prompts.items()), prefill_tokens=10)
+    for name in prompts:
+        assert [each.request.request_id for each in scheduler.admit()] == [name]
 
 
 def test_withdrawn_request_leaves_the_queue_and_frees_its_batch_rows():
-    scheduler = _scheduler(slots=2)
     gone, other = _request("a", samples=3), _request("b")
-    scheduler.submit(gone)
-    scheduler.submit(other)
+    scheduler = _scheduler(gone, other, slots=2)
     scheduler.admit()
     assert scheduler.withdraw(gone) == [0, 1]
     scheduler.retire([0, 1])
@@ -158,9 +149,8 @@ def test_batch_rows_in_use_stay_contiguous_and_moves_between_rows_do_not_overlap
     scheduler = _scheduler(slots=8)
     rows = {}
     for step in range(60):
-        scheduler.submit(
-            _request(f"r{step}", samples=int(random.integers(1, 6)))
-        ) if scheduler.num_waiting < 20 else None
+        if scheduler.num_waiting < 20:
+            scheduler.submit(_request(f"r{step}", samples=int(random.integers(1, 6))))
         for admission in scheduler.admit():
             rows.update(zip(admission.rows, admission.sequences, strict=True))
         count = len(scheduler.running)
@@ -180,16 +170,14 @@ def _room(free, blocks=100):
 
 def test_scheduler_admits_only_as_many_samples_as_the_free_cache_blocks_hold():
     """The nine prompt tokens fill two blocks, which the samples share; each sample needs one further block."""
-    scheduler = _scheduler(slots=8)
-    scheduler.submit(_request("a", samples=4, prompt=9))
+    scheduler = _scheduler(_request("a", samples=4, prompt=9), slots=8)
     assert scheduler.admit(_room(2)) == []
     assert [each.rows for each in scheduler.admit(_room(5))] == [[0, 1, 2]]
     assert scheduler.num_waiting == 1
 
 
 def test_preempted_sequence_is_admitted_before_waiting_requests():
-    scheduler = _scheduler(slots=4)
-    scheduler.submit(_request("a", samples=2))
+    scheduler = _scheduler(_request("a", samples=2), slots=4)
     scheduler.admit(_room(9))
     scheduler.submit(_request("b", priority=-1))
     preempted = scheduler.running[0]
@@ -201,8 +189,7 @@ def test_preempted_sequence_is_admitted_before_waiting_requests():
 
 
 def test_scheduler_admits_only_preempted_sequences_while_samples_drain_before_a_weight_update():
-    scheduler = _scheduler(slots=4)
-    scheduler.submit(_request("a"))
+    scheduler = _scheduler(_request("a"), slots=4)
     scheduler.admit(_room(9))
     scheduler.submit(_request("b"))
     scheduler.preempt(0)
@@ -210,9 +197,8 @@ def test_scheduler_admits_only_preempted_sequences_while_samples_drain_before_a_
 
 
 def test_withdrawing_a_request_drops_its_preempted_sequences():
-    scheduler = _scheduler(slots=4)
     request = _request("a", samples=2)
-    scheduler.submit(request)
+    scheduler = _scheduler(request, slots=4)
     scheduler.admit(_room(9))
     scheduler.preempt(1)
     assert scheduler.withdraw(request) == [0]

@@ -73,12 +73,16 @@ def test_streamed_text_that_may_begin_a_stop_string_is_held_back(tokenizer):
     assert window.take() == "e"
 
 
-def test_chunk_sent_after_a_swap_names_the_version_that_sampled_its_tokens(tokenizer):
-    chat = ChatCompletionRequest(prompt_token_ids=[7], max_tokens=9, return_token_ids=True)
-    request = sample_request([7], token_limit=9)
+def _written(tokenizer, *, token_limit=9, **fields):
+    """Return the writer of an answer to a request of one token, and its only sequence."""
+    chat = ChatCompletionRequest(prompt_token_ids=[7], max_tokens=9, **fields)
+    request = sample_request([7], token_limit=token_limit)
     request.add_sequence(noise_key=0)
-    (sequence,) = request.sequences
-    writer = ResponseWriter(chat, request, model="tiny", tokenizer=tokenizer)
+    return ResponseWriter(chat, request, model="tiny", tokenizer=tokenizer), *request.sequences
+
+
+def test_chunk_sent_after_a_swap_names_the_version_that_sampled_its_tokens(tokenizer):
+    writer, sequence = _written(tokenizer, return_token_ids=True)
     assert sequence.newest_version == 0
     versions = []
     for version in (4, 5, 6):
@@ -144,15 +148,12 @@ def test_log_prob_record_of_a_token_that_is_part_of_a_character_has_its_byte():
     made = tool_tokenizer()
     tokenizer = ChatTokenizer(made, {made.convert_tokens_to_ids("<|end|>")})
     ids = tokenizer.encode("😀")
-    chat = ChatCompletionRequest(prompt_token_ids=[7], max_tokens=9, logprobs=True, top_logprobs=1)
-    request = sample_request([7], token_limit=len(ids))
-    request.add_sequence(noise_key=0)
-    (sequence,) = request.sequences
+    writer, sequence = _written(tokenizer, token_limit=len(ids), logprobs=True, top_logprobs=1)
     sequence.mark_version(1)
     for token_id in ids:
         extend([sequence], [token_id], [-1.0])
         sequence.top.append([(token_id, -1.0)])
-    answer = ResponseWriter(chat, request, model="tiny", tokenizer=tokenizer).completion()
+    answer = writer.completion()
     records = answer.choices[0].logprobs.content
     assert [record.bytes for record in records] == [[0xF0], [0x9F], [0x98], [0x80]]
     assert [record.top_logprobs[0].bytes for record in records] == [record.bytes for record in records]

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -44,17 +45,13 @@ async def test_bigram_engine_serves_the_model_in_its_directory(options):
         ({"dtype": "bfloat16"}, "float32 on the cpu"),
         ({"device": "cuda"}, "float32 on the cpu"),
         ({"weights": WeightFormat.INT8}, r"native weights only, .*engine\.weights=int8; leave it out"),
+        ({"options": {"block_size": 1}}, r"the bigram engine has no options, got engine\.options block_size; remove"),
+        ({"memory_share": 0.5}, r"the bigram engine uses no GPU memory, got engine\.memory_share=0\.5"),
     ],
 )
 def test_bigram_engine_rejects_unsupported_options(options, wrong, says):
-    from dataclasses import replace
-
     with pytest.raises(ModelError, match=says):
         from_options(replace(options, **wrong))
-    with pytest.raises(ModelError, match=r"the bigram engine has no options, got engine\.options block_size; remove"):
-        from_options(replace(options, options={"block_size": 1}))
-    with pytest.raises(ModelError, match=r"the bigram engine uses no GPU memory, got engine\.memory_share=0\.5"):
-        from_options(replace(options, memory_share=0.5))
 
 
 def _sampled(noise, **options_):

@@ -52,8 +52,7 @@ def test_faulty_engine_fails_the_conformance_check_for_its_fault(fault, check):
 
 def test_conformance_check_reports_unsupported_for_an_engine_that_cannot_pull_weights():
     engine = ScriptedEngine()
-    app = create_app(engine, token=None)
-    with in_thread(app) as url:
+    with in_thread(create_app(engine, token=None)) as url:
         engine._receiver = WeightReceiver(engine)
         (result,) = run(url, only=["pull_is_served"])
     assert result.outcome is CheckOutcome.UNSUPPORTED

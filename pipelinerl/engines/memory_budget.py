@@ -90,7 +90,7 @@ class EngineBudget:
         staging: the second copy of the weights, which receives updates.
         conversion: the buffer for an update in another dtype than the engine's; 0 if the dtypes are equal.
         prefill: workspace of the largest prefill.
-        logits: workspace of a decode step of all slots.
+        logits: workspace of a decode step of all slots with their drafts.
         states: states of recurrent layers, of all slots.
     """
 
@@ -156,6 +156,7 @@ def budget_of(
     received: int,
     spare: int = 0,
     cache: CacheBytes | None = None,
+    drafted: int = 0,
 ) -> EngineBudget:
     """Return the budget of a torch engine.
 
@@ -163,6 +164,7 @@ def budget_of(
         cache: sizes of the cache; None takes those that follow from the model's layers.
         received: bytes of the buffer that receives an update in the engine's dtype.
         spare: bytes of the second set of quantised weights, which holds the next update; 0 without quantisation.
+        drafted: most tokens that a step adds to a row's next one.
     """
     size = BYTES[dtype]
     tokens = min(max(PREFILL_TOKENS, context), slots * context)
@@ -178,7 +180,7 @@ def budget_of(
         staging=received + spare,
         conversion=shape.count * BYTES[wire] if wire is not dtype else 0,
         prefill=_prefill_bytes(shape, tokens, size),
-        logits=slots * shape.vocab * (size + _SAMPLING_BYTES),
+        logits=slots * (1 + drafted) * shape.vocab * (size + _SAMPLING_BYTES),
     )
 
 

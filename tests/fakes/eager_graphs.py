@@ -45,4 +45,4 @@ def use_eager_graphs(runner: TorchRunner, patch: pytest.MonkeyPatch) -> None:
     cache._present[False] = cache.spare + 1
     assert isinstance(runner._forward, LlamaForward) and isinstance(runner._weights, TorchWeights)
     runner._alike = None
-    runner._graphs = DecodeGraphs(runner._forward, cache, runner._weights, rows=runner.slots)
+    runner._graphs = DecodeGraphs(runner._forward, cache, runner._weights, rows=runner.most_fed)

@@ -42,6 +42,7 @@ from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.model_runner import (
     Admission,
     Capacity,
+    FurtherToken,
     ModelRunner,
     Moves,
     Prefill,
@@ -52,6 +53,7 @@ from pipelinerl.engines.batching.sample_loop import UNTRAINED, LoopTotals, Route
 from pipelinerl.engines.batching.sequence import (
     Delivery,
     Request,
+    SampledToken,
     Sequence,
     aborted,
     deliveries,
@@ -321,16 +323,38 @@ class DecodeLoop:
                     sequence.routed.append(routed)
         for row, top in self._runner.top_logprobs.items():
             running[row].top.append(top)
+        further = [(running[row], tokens) for row, tokens in self._runner.further.items()]
         if not math.isfinite(sum(logprobs)):
             self._refuse(token_ids, logprobs)
         ended = extend(running, token_ids, logprobs)
         self.totals.generated_tokens += len(running)
         streamed = [sampled(sequence) for sequence in running if sequence.request.streams] if self._streams else []
+        for sequence, tokens in further:
+            if sequence in running:  # it has left if its first token was rejected
+                streamed += self._extend_further(sequence, tokens)
+        if further:
+            ended = [row for row, sequence in enumerate(running) if sequence.finish_reason is not None]
         finished: list[Request] = []
         if ended:
             self.totals.finished_sequences += len(ended)
             finished = self._finish(ended)
         self._report(deliveries(streamed, finished))
+
+    def _extend_further(self, sequence: Sequence, tokens: Iterable[FurtherToken]) -> list[tuple[Request, SampledToken]]:
+        """Append the tokens of a sample's draft until the sample ends; return them if the sample is streamed."""
+        streamed = []
+        for token in tokens:
+            if sequence.finish_reason is not None:
+                break
+            if sequence.request.tells_routing and token.routed is not None:
+                sequence.routed.append(token.routed)
+            if token.top is not None:
+                sequence.top.append(token.top)
+            extend([sequence], [token.token_id], [token.logprob])
+            self.totals.generated_tokens += 1
+            if sequence.request.streams:
+                streamed.append(sampled(sequence))
+        return streamed
 
     def _keeps_rows(self) -> bool:
         """Return True if, as far as can be foreseen, no row ends in the next step, and none joins after it."""

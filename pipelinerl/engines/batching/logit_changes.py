@@ -55,25 +55,31 @@ class LogitChanges:
             else:
                 self._rows[target] = moved
 
-    def count(self, sampled: NDArray[Any]) -> None:
-        """Count the tokens that rows 0, 1, … have just sampled, for the penalties."""
+    def count(self, sampled: NDArray[Any] | Sequence[Sequence[int]]) -> None:
+        """Count the token, or tokens, that each of rows 0, 1, … has just sampled, for the penalties."""
         for row, (change, counts) in self._rows.items():
             if row < len(sampled) and change.penalizes:
-                counts[int(sampled[row])] += 1
+                counts.update(np.atleast_1d(sampled[row]).tolist())
 
-    def of(self, num_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
-        """Return the changes of rows below `num_rows`: rows [K], tokens [K] (distinct per row) and values [K]."""
-        rows: list[int] = []
+    def of(
+        self, rows: Iterable[int], drafted: Sequence[Iterable[int]] = ()
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+        """Return the changes of `rows`: their places in `rows` [K], tokens [K] (distinct per place) and values [K].
+
+        Penalties also count the tokens that `drafted` has for each place.
+        """
+        places: list[int] = []
         tokens: list[int] = []
         values: list[float] = []
-        for row, (change, counts) in self._rows.items():
-            if row >= num_rows:
+        for place, row in enumerate(rows):
+            if row not in self._rows:
                 continue
-            added = _added(change, counts)
-            rows += [row] * len(added)
+            change, counts = self._rows[row]
+            added = _added(change, counts + Counter(drafted[place]) if drafted and change.penalizes else counts)
+            places += [place] * len(added)
             tokens += added.keys()
             values += added.values()
-        return np.array(rows, np.int64), np.array(tokens, np.int64), np.array(values, np.float32)
+        return np.array(places, np.int64), np.array(tokens, np.int64), np.array(values, np.float32)
 
 
 def _added(change: LogitChange, counts: Mapping[int, int]) -> dict[int, float]:

@@ -27,7 +27,8 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence as Items
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -37,6 +38,7 @@ from pipelinerl import rng
 from pipelinerl.engines.batching.logit_changes import LogitChange, LogitChanges
 from pipelinerl.engines.batching.sample_loop import CacheRoom, ServedModel
 from pipelinerl.engines.batching.sequence import Request, Sequence, TopTokens
+from trainer_contract.types import Experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,23 @@ class RowState:
     num_top: int = 0
     change: LogitChange | None = None
     sampled: Items[int] = ()
+
+
+class FurtherToken(NamedTuple):
+    """A token that a row sampled in the same step after its first one, with its log-prob.
+
+    `top` are the likeliest tokens, and `routed` the experts [layers, top_k] of the token before it, if they are
+    recorded.
+    """
+
+    token_id: int
+    logprob: float
+    top: TopTokens | None = None
+    routed: Experts | None = None
+
+
+#: The value of `ModelRunner.further` after a step that sampled one token per row.
+NOTHING_FURTHER: Final[Mapping[int, Items[FurtherToken]]] = MappingProxyType({})
 
 
 class EarlyStep:
@@ -133,6 +152,11 @@ class ModelRunner(ServedModel, Protocol):
         """The likeliest tokens of the last step, by row; only rows that report likeliest tokens have an entry."""
         ...
 
+    @property
+    def further(self) -> Mapping[int, Items[FurtherToken]]:
+        """The tokens that the last step sampled beyond the first of each row, by row; empty without speculation."""
+        ...
+
     def reserve(self, num_rows: int) -> bool:
         """Make room for the next token of rows 0..num_rows-1; return False if a row must be preempted first."""
         ...
@@ -170,8 +194,9 @@ class ModelRunner(ServedModel, Protocol):
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
         """Run one step of rows 0..num_rows-1; return the sampled token ids and their log-probs.
 
-        The log-probs are those of the distribution sampled from. Each row feeds its sampled token at the next step. A
-        row whose logits contain NaN or +inf gets a NaN log-prob and an arbitrary token; the other rows are unaffected.
+        A runner that speculates may sample further tokens of a row: `further` has them. The log-probs are those of the
+        distribution sampled from. Each row feeds its last sampled token at the next step. A row whose logits contain
+        NaN or +inf gets a NaN log-prob and an arbitrary token; the other rows are unaffected.
         """
         ...
 
@@ -249,28 +274,38 @@ class RowTable:
             self.changes.move(taken, put)
         return int(self.positions[put].max())
 
-    def noise(self, rows: slice, *, skipped: int = 0) -> NDArray[np.float64]:
+    def noise(self, rows: slice | NDArray[np.int64], *, skipped: int | NDArray[np.int64] = 0) -> NDArray[np.float64]:
         """Return the noise in [0, 1) with which `rows` sample their next token, or the token `skipped` tokens later."""
         return rng.uniform(self._noise_keys[rows], self._num_sampled[rows] + skipped)
 
-    def keep_whole(self, rows: slice) -> bool:
+    def keep_whole(self, rows: slice | NDArray[np.int64]) -> bool:
         """Return True if `rows` need no truncation, and no row at all changes logits or reports likeliest tokens."""
         truncates = self.any_min_p or bool((self.top_k[rows] > 0).any() or (self.top_p[rows] < 1).any())
         return not (truncates or self.any_change or self.most_top)
 
-    def advance(self, rows: slice, sampled: NDArray[Any]) -> None:
-        """Advance `rows` by one position: each row feeds its token in `sampled` next."""
+    def advance(self, rows: slice, sampled: NDArray[Any], drafted: Items[Items[int]] = ()) -> None:
+        """Advance `rows`: each row feeds its token in `sampled` next. `drafted` has the tokens that each row has
+        sampled before that one in the same step.
+        """
+        count = np.array([1 + len(each) for each in drafted]) if drafted else 1
         self.feeds[rows] = sampled
-        self.positions[rows] += 1
-        self._num_sampled[rows] += 1
+        self.positions[rows] += count
+        self._num_sampled[rows] += count
         if self.any_change:
-            self.changes.count(sampled)
+            every = zip(drafted, sampled.tolist(), strict=True)
+            self.changes.count([[*before, last] for before, last in every] if drafted else sampled)
 
-    def top_of(self, token_ids: NDArray[Any], logprobs: NDArray[Any]) -> dict[int, TopTokens]:
-        """Return the likeliest tokens by row, for rows that report any; both arguments are [B, most_top]."""
+    def top_of(
+        self, token_ids: NDArray[Any], logprobs: NDArray[Any], rows: NDArray[np.int64] | None = None
+    ) -> dict[int, TopTokens]:
+        """Return the likeliest tokens by place in `rows`, by default by row, for rows that report any.
+
+        The other arguments are [B, most_top].
+        """
+        wanted = self.num_top[: len(token_ids)] if rows is None else self.num_top[rows]
         return {
-            int(row): top_tokens(token_ids[row], logprobs[row], int(self.num_top[row]))
-            for row in self.num_top[: len(token_ids)].nonzero()[0]
+            int(place): top_tokens(token_ids[place], logprobs[place], int(wanted[place]))
+            for place in wanted.nonzero()[0]
         }
 
     def clear(self) -> None:

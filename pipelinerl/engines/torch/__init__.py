@@ -10,6 +10,7 @@ COMPONENT: Final = EngineComponent(
     build="pipelinerl.engines.torch.engine:from_options",
     needs=("torch", "transformers"),
     check="pipelinerl.engines.torch.engine:findings",
+    check_options="pipelinerl.engines.torch.speculation:length_of",
     replica="pipelinerl.engines.torch.replica:EngineReplica",
     reports_routing=True,
     reports_policy=True,

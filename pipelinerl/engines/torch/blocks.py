@@ -275,13 +275,15 @@ class BlockTable:
         for row in rows if self.windows is not None else ():
             self._set(row, self._rows[row].blocks)
 
-    def grow(self, positions: NDArray[np.int64]) -> bool:
-        """Give each of rows 0..B-1 a block for its next token, at `positions` [B]; return False if none is free."""
-        for row in (positions >= self.counts[: len(positions)] * self.size).nonzero()[0].tolist():
+    def grow(self, positions: NDArray[np.int64], ahead: NDArray[np.int64] | int = 0) -> bool:
+        """Give each of rows 0..B-1 a block for its next token, at `positions` [B], and for the `ahead` [B] tokens after
+        it, at most a block's; return False if none is free.
+        """
+        for row in (positions + ahead >= self.counts[: len(positions)] * self.size).nonzero()[0].tolist():
             if not self.free or (self.windows is not None and not self.windows.free):
                 return False
             own = self._rows[row]
-            self._file(row, len(own.blocks))
+            self._file(row, min(len(own.blocks), int(positions[row]) // self.size))
             self._set(row, [*own.blocks, self._take()])
         return True
 

@@ -28,13 +28,15 @@ from pipelinerl.engines.torch.weights import TorchWeights
 class Inputs(NamedTuple):
     """Inputs of a step, all [B]: each row's next token, its position, its temperature and its noise.
 
-    Next tokens that were sampled by the last step are a tensor on the device.
+    Next tokens that were sampled by the last step are a tensor on the device. `rows` are the rows that are fed, by
+    default 0..B-1.
     """
 
     feeds: NDArray[Any] | Tensor
     positions: NDArray[Any]
     temperature: NDArray[np.float32]
     noise: NDArray[np.float64]
+    rows: NDArray[np.int64] | None = None
 
 
 class _Pinned:
@@ -42,7 +44,9 @@ class _Pinned:
 
     def __init__(self, rows: int, blocks: int, spare: int) -> None:
         # Fp64 represents token ids and f32 values exactly.
-        self.inputs = torch.zeros((4, rows), dtype=torch.float64).pin_memory()  # a row for each field of `Inputs`
+        self.inputs = torch.zeros(
+            (4, rows), dtype=torch.float64
+        ).pin_memory()  # a row for each of the first four fields of `Inputs`
         self.table = torch.full((rows, blocks), spare, dtype=torch.int64).pin_memory()
         self.results = torch.zeros((2, rows), dtype=torch.float64).pin_memory()  # token ids and log-probs
         self.done = torch.cuda.Event()
@@ -60,7 +64,7 @@ class DecodeGraphs:
         self._given = torch.zeros((4, rows), dtype=torch.float64, device=device)
         self._results = torch.zeros((2, rows), dtype=torch.float64, device=device)
         self._table = torch.full((rows, blocks), cache.spare, dtype=torch.int64, device=device)
-        self._table_is_of: tuple[int, int] | None = None
+        self._table_is_of: tuple[int, bytes] | None = None
         self._current, self._other = (_Pinned(rows, blocks, cache.spare) for _ in range(2))
         self._logits: Tensor | None = None
 
@@ -83,7 +87,7 @@ class DecodeGraphs:
         padded = padded_rows(count, self._rows)
         self._current, self._other = self._other, self._current
         self._current.done.synchronize()  # the device no longer reads these buffers
-        self._update_table(count, padded)
+        self._update_table(np.arange(count) if inputs.rows is None else inputs.rows, padded)
         self._give(inputs, count, padded)
         key = self._weights.address, padded
         if key not in self._graphs:
@@ -112,7 +116,7 @@ class DecodeGraphs:
     def _give(self, inputs: Inputs, count: int, padded: int) -> None:
         """Copy the inputs of `count` rows to the device; the other rows, up to `padded`, get zeros."""
         host = self._current.inputs.numpy()
-        host[1:, :count] = inputs[1:]
+        host[1:, :count] = inputs[1:4]
         host[:, count:padded] = 0
         if isinstance(inputs.feeds, Tensor):
             self._given[1:].copy_(self._current.inputs[1:], non_blocking=True)
@@ -121,16 +125,16 @@ class DecodeGraphs:
             host[0, :count] = inputs.feeds
             self._given.copy_(self._current.inputs, non_blocking=True)
 
-    def _update_table(self, count: int, padded: int) -> None:
-        table = self._cache.table
-        if self._table_is_of == (table.changes, count):
+    def _update_table(self, rows: NDArray[np.int64], padded: int) -> None:
+        table, count = self._cache.table, len(rows)
+        if self._table_is_of == (table.changes, rows.tobytes()):
             return
-        used = max(1, int(table.counts[:count].max()))
+        used = max(1, int(table.counts[rows].max()))
         host = self._current.table.numpy()
-        host[:count, :used] = table.table[:count, :used]
+        host[:count, :used] = table.table[rows, :used]
         host[count:padded, :used] = self._cache.spare
         self._table[:padded].copy_(self._current.table[:padded], non_blocking=True)
-        self._table_is_of = table.changes, count
+        self._table_is_of = table.changes, rows.tobytes()
 
     def _captured(self, rows: int) -> torch.cuda.CUDAGraph:
         """Capture a step of `rows` rows after one run, which compiles kernels and allocates workspaces."""

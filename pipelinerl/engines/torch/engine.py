@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -21,6 +22,7 @@ from pipelinerl.engines.torch.forward import load_for_decoding, refuse_undecodab
 from pipelinerl.engines.torch.page_cache import CacheShape
 from pipelinerl.engines.torch.quantized import QuantizedWeights
 from pipelinerl.engines.torch.runner import TorchRunner, cache_shape_of, served_weights
+from pipelinerl.engines.torch.speculation import length_of
 from pipelinerl.engines.torch.weights import TorchWeights
 from pipelinerl.engines.weights.worker_endpoint import endpoints_of
 from pipelinerl.errors import ModelError
@@ -39,7 +41,8 @@ _LONGEST: Final = 44
 
 def from_options(options: EngineOptions) -> Engine:
     """Return the engine that a recipe describes; its `start` loads the model. Raises `ModelError`."""
-    options.refuse("the torch engine", "devices", "options")
+    options.refuse("the torch engine", "devices")
+    length_of(options.options)
     if options.kernels is Kernels.BATCH_INVARIANT:
         options.refuse("a torch engine with batch-invariant kernels", "weights")
     tokenizer = ChatTokenizer.load(options.model_path)
@@ -72,7 +75,7 @@ def load_runner(
         torch.cuda.set_per_process_memory_fraction(share)
     kernels_of_torch.avoid_cudnn()
     model = load_for_decoding(options.model_path, dtype=options.dtype, device=device)
-    refuse_different(model, options.kernels)
+    refuse_different(model, options.kernels, options.options)
     config: Any = model.config
     options.check_context(config)
     if options.head_precision is HeadPrecision.FP32:
@@ -104,20 +107,25 @@ def load_runner(
 
 def findings(section: EngineSection, model: ModelSection, others: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
     """Yield what `pipelinerl check` says of this engine and the model; see `EngineComponent.check`."""
-    yield from torch_miniature.trial("model.path", model.resolved, partial(refuse_different, kernels=model.kernels))
+    compute = partial(refuse_different, kernels=model.kernels, options=section.options)
+    yield from torch_miniature.trial("model.path", model.resolved, compute)
 
 
-def refuse_different(skeleton: PreTrainedModel, kernels: Kernels = Kernels.FAST) -> bool:
+def refuse_different(
+    skeleton: PreTrainedModel, kernels: Kernels = Kernels.FAST, options: Mapping[str, Any] = MappingProxyType({})
+) -> bool:
     """Raise `ModelError` if the engine would not compute this model as transformers does; its weights are not used.
 
     Return False if this could not be tried, as `torch_miniature` explains.
     """
     refuse_undecodable(skeleton)
-    part = "the torch engine" if kernels is Kernels.FAST else f"the torch engine with model.kernels={kernels}"
-    return torch_miniature.refuse_different(skeleton, part, partial(_decoded, kernels=kernels))
+    changed = [f"model.kernels={kernels}"] * (kernels is not Kernels.FAST)
+    changed += [f"engine.options.{name}={value}" for name, value in options.items()]
+    part = f"the torch engine{' with ' * bool(changed)}{' and '.join(changed)}"
+    return torch_miniature.refuse_different(skeleton, part, partial(_decoded, kernels=kernels, options=options))
 
 
-def _decoded(model: PreTrainedModel, kernels: Kernels) -> list[Computed]:
+def _decoded(model: PreTrainedModel, kernels: Kernels, options: Mapping[str, Any]) -> list[Computed]:
     """Decode tokens after prompts of several lengths in one batch, one of a single token and two that are equal. Then
     one of these two ends, and another row takes its place.
     """
@@ -129,7 +137,7 @@ def _decoded(model: PreTrainedModel, kernels: Kernels) -> list[Computed]:
     shared = [token % vocab for token in range(3, 3 + 7 * (context - _DECODED), 7)]
     texts = texts_of(model)
     prompts = [*texts, shared, shared, texts[0][:1]]
-    options = EngineOptions(
+    settings = EngineOptions(
         model_path=Path(),
         model_id="",
         slots=len(prompts),
@@ -137,8 +145,9 @@ def _decoded(model: PreTrainedModel, kernels: Kernels) -> list[Computed]:
         context_length=context,
         kernels=kernels,
         device=Device.CPU,
+        options=options,
     )
-    runner = TorchRunner(model, options)
+    runner = TorchRunner(model, settings)
     runner.prefill([Prefill(prompt[:-1], [row]) for row, prompt in enumerate(prompts) if len(prompt) > 1])
     runner.place(
         [
@@ -154,9 +163,10 @@ def _decoded(model: PreTrainedModel, kernels: Kernels) -> list[Computed]:
             rows[3] = rows.pop()
             runner.release([3])
             runner.move([len(rows)], [3])
-        for row, token_id, logprob in zip(rows, *runner.decode(len(rows)), strict=True):
-            texts[row].append(token_id)
-            logprobs[row].append(logprob)
+        for place, first in enumerate(zip(*runner.decode(len(rows)), strict=True)):
+            for token_id, logprob in (first, *(each[:2] for each in runner.further.get(place, ()))):
+                texts[rows[place]].append(token_id)
+                logprobs[rows[place]].append(logprob)
     return [Computed(text, torch.tensor(each)) for text, each in zip(texts, logprobs, strict=True)]
 
 
@@ -180,6 +190,7 @@ def _budget(weights: TorchWeights | QuantizedWeights, options: EngineOptions, ca
         cache=CacheBytes(
             cache.block_bytes // cache.size, cache.slot_bytes // cache.size, cache.window, cache.state_bytes
         ),
+        drafted=length_of(options.options),
     )
 
 

@@ -202,7 +202,7 @@ class DecodeLayout:
     """
 
     changes: int
-    key: tuple[int, bytes]
+    key: tuple[bytes, bytes]
     table: Tensor
     of_row: Tensor | None
     own: NDArray[np.int64]
@@ -299,15 +299,24 @@ class PageCache:
         )
         return self.plan
 
-    def plan_decode(self, positions: NDArray[np.int64], alike: DuplicateRows | None = None) -> DecodePlan:
-        """Plan a forward of one token in each of rows 0..B-1 at `positions` [B]; duplicate rows are computed once."""
-        size, table, batch = self._shape.size, self.table, len(positions)
-        layout = self._layout_of(batch, alike)
-        entries = self._entries(table.table[self._rows[:batch], positions // size], positions % size)
+    def plan_decode(
+        self,
+        positions: NDArray[np.int64],
+        alike: DuplicateRows | None = None,
+        rows: NDArray[np.int64] | None = None,
+    ) -> DecodePlan:
+        """Plan a forward of one token in each of rows 0..B-1 at `positions` [B]; duplicate rows are computed once.
+
+        With `rows` [B], ascending, token i is fed to row rows[i]: a row may be fed several tokens at once.
+        """
+        size, table = self._shape.size, self.table
+        rows = self._rows[: len(positions)] if rows is None else rows
+        layout = self._layout_of(rows, alike)
+        entries = self._entries(table.table[rows, positions // size], positions % size)
         fed = positions if alike is None else positions[alike.first]
         windowed = None
         if (windows := table.windows) is not None and (inner := layout.windowed) is not None:
-            slots = windows.of_block[table.table[self._rows[:batch], positions // size]]
+            slots = windows.of_block[table.table[rows, positions // size]]
             windowed = DecodePlan(
                 positions=self._to(fed - inner.start * size)[:, None],
                 entries=self._entries(slots, positions % size),
@@ -335,17 +344,17 @@ class PageCache:
         self.plan = DecodePlan(positions=positions, entries={}, table=table, length=length, reading=CacheReading.KERNEL)
         return self.plan
 
-    def _layout_of(self, batch: int, alike: DuplicateRows | None) -> DecodeLayout:
-        """Return the tensors that stay the same while rows 0..batch-1 keep their blocks and their duplicates."""
+    def _layout_of(self, rows: NDArray[np.int64], alike: DuplicateRows | None) -> DecodeLayout:
+        """Return the tensors that stay the same while `rows` keep their blocks and their duplicates."""
         table, known = self.table, self._layout
-        key = (batch, b"" if alike is None else alike.of_row.tobytes())
+        key = (rows.tobytes(), b"" if alike is None else alike.of_row.tobytes())
         if known is not None and known.changes == table.changes and known.key == key:
             return known
         if self.reading is CacheReading.IN_PLACE and (copies := table.gather()) is not None:
             self.copy(copies, renumbered=True)
-        counts = table.counts[:batch]
+        counts = table.counts[rows]
         width = int(counts.max())
-        own = table.table[:batch, :width]
+        own = table.table[rows, :width]
         own = np.where(np.arange(width) < counts[:, None], own, own[:, :1])
         self._reserve(int(own.max()) + 1)  # of all rows: the step also writes to the blocks of duplicate rows
         if alike is not None:
@@ -374,7 +383,7 @@ class PageCache:
         table: NDArray[np.int64],
         counts: NDArray[np.int64],
         windows: WindowSlots,
-        key: tuple[int, bytes],
+        key: tuple[bytes, bytes],
         of_row: NDArray[np.int64] | None,
     ) -> DecodeLayout:
         """Return the layout of the blocks that windows reach, of rows with `counts` [K] blocks in `table` [K, n]."""

@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from inference_contract.weights import WeightLayout
-from pipelinerl.engines.batching.model_runner import EarlyStep, Prefill, RowState, RowTable
+from pipelinerl.engines.batching.model_runner import (
+    NOTHING_FURTHER,
+    EarlyStep,
+    FurtherToken,
+    Prefill,
+    RowState,
+    RowTable,
+)
 from pipelinerl.engines.batching.sample_loop import CacheRoom
 from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.engines.memory_budget import PREFILL_TOKENS, window_blocks
@@ -30,8 +37,10 @@ from pipelinerl.engines.torch.forward import ModuleForward
 from pipelinerl.engines.torch.page_cache import CacheReading, CacheShape, PageCache
 from pipelinerl.engines.torch.quantized import QuantizedWeights
 from pipelinerl.engines.torch.sampling import StartedStep, add_to_logits, sample
+from pipelinerl.engines.torch.speculation import OPTION, Drafter, Drafts, length_of
 from pipelinerl.engines.torch.weights import TorchWeights
 from pipelinerl.enums import WeightFormat
+from pipelinerl.errors import ModelError
 from pipelinerl.models import torch_routers
 from trainer_contract.types import Experts, Kernels
 
@@ -84,6 +93,15 @@ class TorchRunner:
         self.route_log = None if routing is None else torch_routers.TorchRouteLog(model, routing)
         shape = cache_shape_of(model, options) if shape is None else shape
         self._block_bytes, self._state_bytes = shape.block_bytes, 2 * options.slots * shape.state_bytes
+        drafted = length_of(options.options)
+        if drafted and shape.states:
+            raise ModelError(
+                f"{type(model).__name__} has recurrent states, which cannot return to the token before a rejected "
+                f"draft; leave out engine.options.{OPTION}"
+            )
+        self.most_fed = options.slots * (1 + drafted)
+        """The most tokens that a step feeds."""
+        self._drafter = Drafter(options.slots, drafted) if drafted else None
         self._slot_bytes, window = shape.slot_bytes, shape.window
         blocks, slots = options.cache_room(
             shape.size, self._block_bytes, allowed=cache_bytes, window=window, slot_bytes=self._slot_bytes
@@ -108,18 +126,22 @@ class TorchRunner:
             and isinstance(self._weights, TorchWeights)
             and self._cache.reading is CacheReading.KERNEL
         ):
-            self._graphs = DecodeGraphs(self._forward, self._cache, self._weights, rows=options.slots)
+            self._graphs = DecodeGraphs(self._forward, self._cache, self._weights, rows=self.most_fed)
             if self.layout.num_bytes >= _COMPILED_FROM:
                 self._forward.compile()
-        # A step that is started early may be discarded, but states cannot go back.
-        starts_early = not shape.states and (self._graphs is not None if starts_early is None else starts_early)
+        # A step that is started early may be discarded, but states cannot go back. Drafts need the last step's tokens.
+        if shape.states or drafted:
+            starts_early = False
+        elif starts_early is None:
+            starts_early = self._graphs is not None
         self.early_step = EarlyStep(options.slots, is_used=starts_early)
         self._rows = RowTable(options.slots)
         self.top_logprobs = _NO_TOP
+        self.further: Mapping[int, Sequence[FurtherToken]] = NOTHING_FURTHER
         self._all_rows = np.arange(options.slots)
         # Merging equal rows saves time only on a CPU: a GPU takes as long to read its weights for one row as for all.
         # It needs the tokens on the host, so it excludes steps that start early.
-        merges = self._device.type == "cpu" and not starts_early and not shape.states
+        merges = self._device.type == "cpu" and not (starts_early or drafted or shape.states)
         self._alike = AlikeRows(options.slots) if merges else None
 
     @property
@@ -166,6 +188,8 @@ class TorchRunner:
             self._table.move(source, target)
         if self._alike is not None:
             self._alike.move(sources, targets)
+        if self._drafter is not None:
+            self._drafter.move(sources, targets)
         if self._prompts is not None:
             self._cache.copy_states(sources, targets)
             self._prompts.move(sources, targets)
@@ -322,12 +346,16 @@ class TorchRunner:
 
     @torch.inference_mode()
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
-        """Decode one token for each of rows 0..num_rows-1; return the token ids and their log-probs."""
+        """Decode one token for each of rows 0..num_rows-1, and those of its draft; return the first tokens' ids and
+        log-probs.
+        """
         rows, used = self._rows, slice(0, num_rows)
         if not self.reserve(num_rows):
             raise RuntimeError("the cache has no room for the next token; preempt a row before the step")
         self._table.tokens[self._all_rows[used], rows.positions[used]] = rows.feeds[used]
-        self.top_logprobs = _NO_TOP
+        self.top_logprobs, self.further = _NO_TOP, NOTHING_FURTHER
+        if (drafts := self._drafts(rows.positions[used])) is not None:
+            return self._verify(num_rows, drafts)
         step, order = self.early_step.take(num_rows)
         if step is None:
             step = self._start(num_rows)
@@ -336,6 +364,44 @@ class TorchRunner:
         token_ids, logprobs = (each[:num_rows] if order is None else each[order] for each in step.read())
         rows.advance(used, token_ids)
         return token_ids.tolist(), logprobs.tolist()
+
+    def _drafts(self, positions: NDArray[np.int64]) -> Drafts | None:
+        """Return the drafts of rows at `positions`, written to the table; None if there are none, or no blocks."""
+        tokens = self._table.tokens
+        drafts = None if self._drafter is None else self._drafter.drafts(tokens, positions)
+        if drafts is None or not self._table.grow(positions, drafts.lengths):
+            return None
+        tokens[drafts.rows, positions[drafts.rows] + drafts.skipped] = drafts.feeds
+        return drafts
+
+    def _verify(self, num_rows: int, drafts: Drafts) -> tuple[list[int], list[float]]:
+        """Decode the rows with their drafts; keep each row's tokens up to the first that differs from its draft."""
+        token_ids, logprobs = self._start(num_rows, drafts=drafts).read()
+        accepted = drafts.accepted(token_ids, logprobs)
+        if self._drafter is not None:
+            self._drafter.learn(drafts, accepted)
+        top, firsts, log = self.top_logprobs, drafts.firsts, self.route_log
+        routed = log.decoded if log is not None and log.is_on else None
+        spans = list(zip(firsts.tolist(), (firsts + accepted).tolist(), strict=True))
+        self.further = {
+            row: [
+                FurtherToken(
+                    int(token_ids[place]),
+                    float(logprobs[place]),
+                    top.get(place),
+                    None if routed is None else routed[place],
+                )
+                for place in range(first + 1, last + 1)
+            ]
+            for row, (first, last) in enumerate(spans)
+            if last > first
+        }
+        self.top_logprobs = {row: top[first] for row, (first, _) in enumerate(spans) if first in top}
+        if log is not None and routed is not None:
+            log.decoded = routed[firsts]
+        sampled = [token_ids[first:last].tolist() for first, last in spans]
+        self._rows.advance(slice(0, num_rows), token_ids[firsts + accepted], sampled)
+        return token_ids[firsts].tolist(), logprobs[firsts].tolist()
 
     def _may_start_early(self, num_rows: int) -> bool:
         """Return True if the step after the next one needs nothing from the host but its rows' positions and noise."""
@@ -349,26 +415,33 @@ class TorchRunner:
             and self._table.grow(after)
         )
 
-    def _start(self, num_rows: int, *, after: StartedStep | None = None) -> StartedStep:
-        """Start a step of rows 0..num_rows-1.
+    def _start(self, num_rows: int, *, after: StartedStep | None = None, drafts: Drafts | None = None) -> StartedStep:
+        """Start a step of rows 0..num_rows-1, which samples a token of each, or with `drafts` one for each that they
+        feed.
 
         With `after`, a step that may be unfinished, the new step feeds the tokens that `after` samples.
         """
-        rows, used, skipped = self._rows, slice(0, num_rows), int(after is not None)
-        positions, noise = rows.positions[used] + skipped, rows.noise(used, skipped=skipped)
-        feeds: NDArray[Any] | Tensor = rows.feeds[used] if after is None else after.token_ids[:num_rows]
+        rows = self._rows
+        used = slice(0, num_rows) if drafts is None else drafts.rows
+        skipped = int(after is not None) if drafts is None else drafts.skipped
+        positions: NDArray[np.int64] = rows.positions[used] + skipped
+        noise = rows.noise(used, skipped=skipped)
+        feeds: NDArray[Any] | Tensor = rows.feeds[used] if drafts is None else drafts.feeds
+        if after is not None:
+            feeds = after.token_ids[:num_rows]
+        several = None if drafts is None else drafts.rows
         alike = self._alike.step(rows.feeds[used], positions) if self._alike is not None else None
         if self._graphs is not None:
-            logits = self._graphs.run(Inputs(feeds, positions, rows.temperature[used], noise))
+            logits = self._graphs.run(Inputs(feeds, positions, rows.temperature[used], noise, several))
             if rows.keep_whole(used):
-                return self._graphs.sampled(num_rows)
+                return self._graphs.sampled(len(positions))
         else:
-            plan = self._cache.plan_decode(positions, alike)
+            plan = self._cache.plan_decode(positions, alike, several)
             if not isinstance(feeds, Tensor):
                 feeds = self._on_device(feeds if alike is None else feeds[alike.first])
             logits = plan.to_rows(self._forward.logits(feeds[:, None], plan.positions, self._cache, plan))
         if rows.any_change:
-            logits = add_to_logits(logits, rows.changes)
+            logits = add_to_logits(logits, rows.changes, drafts)
         drawn = sample(
             logits,
             temperature=torch.from_numpy(rows.temperature[used]),
@@ -380,7 +453,7 @@ class TorchRunner:
             most_top=rows.most_top,
         )
         if drawn.top_ids is not None and drawn.top_logprobs is not None:
-            self.top_logprobs = rows.top_of(drawn.top_ids.cpu().numpy(), drawn.top_logprobs.cpu().numpy())
+            self.top_logprobs = rows.top_of(drawn.top_ids.cpu().numpy(), drawn.top_logprobs.cpu().numpy(), several)
         if self.route_log is not None and self.route_log.is_on:
             routed = self.route_log.take()
             self.route_log.decoded = routed if alike is None else routed[alike.of_row]
@@ -446,6 +519,8 @@ class TorchRunner:
     def _begin(self, rows: Sequence[int]) -> None:
         if self._alike is not None:
             self._alike.begin(rows)
+        if self._drafter is not None:
+            self._drafter.begin(rows)
 
     def _on_device(self, values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self._device)
@@ -473,10 +548,15 @@ def cache_shape_of(model: nn.Module, options: EngineOptions) -> CacheShape:
     each row must read its blocks from the first on.
     """
     shape = ModuleForward(model).cache_shape()
-    whole = LlamaForward.fits(model) or options.kernels is Kernels.BATCH_INVARIANT
-    if whole or (shape.window is not None and shape.window >= options.context_length):
+    # The end of a draft may be in the block after the row's next token, whose window reaches further back.
+    window = shape.window and shape.window + length_of(options.options)
+    if (
+        LlamaForward.fits(model)
+        or options.kernels is Kernels.BATCH_INVARIANT
+        or (window or 0) >= options.context_length
+    ):
         return replace(shape, window=None, windowed=frozenset())
-    return shape
+    return replace(shape, window=window)
 
 
 def served_weights(model: nn.Module, form: WeightFormat) -> TorchWeights | QuantizedWeights:

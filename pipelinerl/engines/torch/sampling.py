@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelinerl.engines.batching.logit_changes import LogitChanges
+from pipelinerl.engines.torch.speculation import Drafts
 
 #: Tokens per block of the cumulative distribution; the search finds the block first, then the token in it.
 _BLOCK = 1024
@@ -105,9 +106,12 @@ def _draw(logprobs: Tensor, noise: Tensor, greedy: Tensor | None) -> Sample:
     return Sample(token_ids, logprobs.gather(1, token_ids[:, None])[:, 0])
 
 
-def add_to_logits(logits: Tensor, changes: LogitChanges) -> Tensor:
-    """Return logits f32 [B, V] with each row's logit changes added."""
-    rows, token_ids, values = (torch.from_numpy(part).to(logits.device) for part in changes.of(len(logits)))
+def add_to_logits(logits: Tensor, changes: LogitChanges, drafts: Drafts | None = None) -> Tensor:
+    """Return logits f32 [B, V] with each row's logit changes added, or with `drafts` those of each token that they
+    feed.
+    """
+    found = changes.of(range(len(logits))) if drafts is None else changes.of(drafts.rows.tolist(), drafts.drafted())
+    rows, token_ids, values = (torch.from_numpy(part).to(logits.device) for part in found)
     return logits.float().index_put((rows, token_ids), values, accumulate=True)
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from inference_contract.engine import Engine
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.batching.model_runner import EarlyStep, Prefill, RowState, RowTable, top_tokens
+from pipelinerl.engines.batching.model_runner import NOTHING_FURTHER, EarlyStep, Prefill, RowState, RowTable, top_tokens
 from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.worker_endpoint import endpoints_of
@@ -63,6 +63,7 @@ class BigramRunner:
         self._rows = RowTable(rows)
         self.early_step = EarlyStep(rows, is_used=False)
         self.top_logprobs: dict[int, TopTokens] = {}
+        self.further = NOTHING_FURTHER
 
     room = None
 
@@ -101,7 +102,7 @@ class BigramRunner:
         states = [state for state in self._states[used] if state is not None]
         logits = self._logits()[table.feeds[used]].astype(np.float64)
         if table.any_change:
-            rows, changed, values = table.changes.of(num_rows)
+            rows, changed, values = table.changes.of(range(num_rows))
             logits[rows, changed] += values
         self.top_logprobs = {}
         token_ids, logprobs = sample_rows(logits, states, table.noise(used), self.top_logprobs)

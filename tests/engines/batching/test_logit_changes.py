@@ -9,7 +9,7 @@ BIAS = LogitChange({3: 2.0}, frequency_penalty=0.0, presence_penalty=0.0)
 
 
 def added(changes, num_rows):
-    rows, tokens, values = changes.of(num_rows)
+    rows, tokens, values = changes.of(range(num_rows))
     return {
         (row, token): value for row, token, value in zip(rows.tolist(), tokens.tolist(), values.tolist(), strict=True)
     }

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from inference_contract.schemas import MOST_TOP_LOGPROBS
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.engines.batching.logit_changes import LogitChanges
-from pipelinerl.engines.batching.model_runner import EarlyStep, Prefill, RowState, RowTable
+from pipelinerl.engines.batching.model_runner import NOTHING_FURTHER, EarlyStep, Prefill, RowState, RowTable
 from pipelinerl.engines.batching.sequence import TopTokens
 from pipelinerl.models.decoder_config import DecoderConfig, Parameter
 from pipelinerl.plugins.jax.decoder import export_order
@@ -116,6 +116,7 @@ class JaxRunner:
         self._rows = RowTable(self.slots, ids=np.int32)
         self.early_step = EarlyStep(self.slots, is_used=starts_early)
         self.top_logprobs = _NO_TOP
+        self.further = NOTHING_FURTHER
         self.route_log = None
         self.scorer = None
         self.room = None
@@ -337,7 +338,7 @@ def sample(
 
 def add_to_logits(logits: Array, changes: LogitChanges, num_rows: int) -> Array:
     """Add the changes of rows below `num_rows` to logits f32 [B, V]; pad their list, so that few programs compile."""
-    rows, token_ids, values = changes.of(num_rows)
+    rows, token_ids, values = changes.of(range(num_rows))
     size = 1 << max(len(rows) - 1, 0).bit_length()
     padding = (0, size - len(rows))
     # JAX drops the padding, because it refers to a row that does not exist.

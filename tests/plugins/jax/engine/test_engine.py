@@ -219,7 +219,7 @@ def test_logit_bias_and_penalties_are_added_only_to_the_logits_of_their_own_rows
         changes.place(row, LogitChange({0: 1.5, row: -2.0}, 0.5, 0.25), [4, 4])
     logits = np.zeros((8, 6), np.float32)
     expected = logits.copy()
-    rows, token_ids, values = changes.of(2)
+    rows, token_ids, values = changes.of(range(2))
     expected[rows, token_ids] += values
     assert np.asarray(add_to_logits(jax.numpy.asarray(logits), changes, 2)).tolist() == expected.tolist()
     assert set(rows.tolist()) == set(range(min(changed_rows, 2)))

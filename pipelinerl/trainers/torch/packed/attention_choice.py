@@ -22,7 +22,7 @@ _WIDTHS: Final = (8, 256)
 
 
 #: Why a model does not train packed.
-PADDED: Final = "packed, it would compute otherwise than transformers; a step takes about 1.1 × the time"
+PADDED: Final = "packed, it would compute otherwise than transformers; a step takes about 1.3 × the time"
 
 
 class SegmentAttention(StrEnum):

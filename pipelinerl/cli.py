@@ -177,18 +177,6 @@ def run(
 
 
 @app.command()
-def dequantise(
-    source: Annotated[Path, typer.Argument(help="A local model directory with quantised weights.")],
-    target: Annotated[Path, typer.Argument(help="Directory to create for the copy.")],
-) -> None:
-    """Write a copy of a quantised model in bf16, as `run` keeps one itself (in ~/.cache/pipelinerl/models)."""
-    from pipelinerl.models.torch_dequantise import dequantise as write_copy
-
-    write_copy(source, target)
-    typer.echo(f"{target} is written; name it as model.path")
-
-
-@app.command()
 def check(
     recipe: Recipe,
     overrides: Overrides = None,

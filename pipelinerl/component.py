@@ -269,6 +269,18 @@ class NeedsComponent(Component):
     settle: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyComponent(Component):
+    """Plain copies of quantised model directories; `build` is a function `(source) -> Path` that makes or finds one.
+
+    Attributes:
+        outline: reference of a context manager `(sources) -> (stand-ins by source, needs)`. A source whose copy exists
+            is represented by it, any other until the end of the block by a directory with the copy's shapes.
+    """
+
+    outline: str
+
+
 def missing_packages(component: Component) -> list[str]:
     """Return the packages that the component needs and that are not installed."""
     return [name for name in component.needs if importlib.util.find_spec(name) is None]

@@ -20,6 +20,7 @@ from typing import Any, Final, Generic, TypeVar
 from pipelinerl.component import (
     CommandComponent,
     Component,
+    CopyComponent,
     EngineComponent,
     EnvironmentComponent,
     GroupComponent,
@@ -194,6 +195,9 @@ TRANSPORTS: Final = Components(
 #: Resources whose use `pipelinerl check` and `pipelinerl run` predict.
 NEEDS: Final = Components("prediction", NeedsComponent, {"memory": "pipelinerl.plugins.memory:COMPONENT"})
 
+#: What makes plain copies of models with quantised weights.
+COPIES: Final = Components("kind of copy", CopyComponent, {"bf16": "pipelinerl.plugins.dequantise:COMPONENT"})
+
 #: What writes the report of a run; `build` is a function `(run_dir) -> list[Path]` that returns its files.
 REPORTS: Final = Components("report", Component, {"page": "pipelinerl.plugins.watch:REPORT_PAGE"})
 
@@ -203,6 +207,7 @@ COMMANDS: Final = Components(
     CommandComponent,
     {
         "new": "pipelinerl.plugins.new_recipe:COMMAND",
+        "dequantise": "pipelinerl.plugins.dequantise:COMMAND",
         "knobs": "pipelinerl.plugins.steering:KNOBS",
         "engines": "pipelinerl.plugins.steering:ENGINES",
         "report": "pipelinerl.plugins.watch:REPORT",

@@ -13,12 +13,10 @@ combinations that would ruin the run, before the run begins; an engine would rej
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from pipelinerl import registry
 from pipelinerl.component import Need, imported
@@ -26,7 +24,6 @@ from pipelinerl.config.recipe import RunConfig
 from pipelinerl.config.sections import ModelSection
 from pipelinerl.errors import ModelError, RecipeError
 from pipelinerl.models.checkpoint import model_dtype, quantisation
-from pipelinerl.models.torch_dequantise import cache_folder, copy_of, gib, outline, plain_directory
 from pipelinerl.system.machine import has_accelerator
 from pipelinerl.training.canary_check import TOLERANCES
 from trainer_contract.errors import SpecError
@@ -139,7 +136,19 @@ def on_accelerator(device: Device) -> bool:
 
 def with_plain_models(config: RunConfig) -> RunConfig:
     """Replace directories with quantised weights by this machine's plain copies, which are written if absent."""
-    return with_directories(config, {path: plain_directory(path) for path in _directories(config)})
+    return with_directories(config, {path: plain_model(path) for path in _directories(config)})
+
+
+def plain_model(path: Path) -> Path:
+    """Return `path` itself, or this machine's plain copy of it if its weights are quantised. Raises `ModelError`."""
+    if not _is_quantised(path):
+        return path
+    copy: Path = imported(registry.COPIES["bf16"].build)(path)
+    return copy
+
+
+def _is_quantised(path: Path) -> bool:
+    return (path / "config.json").is_file() and quantisation(path) is not None
 
 
 @contextmanager
@@ -149,26 +158,12 @@ def outlined(config: RunConfig) -> Iterator[tuple[RunConfig, list[Need], Mapping
     Also yield the disk space that the copies will take, and the recipe's directories by their stand-ins. A stand-in has
     the copy's configuration and shapes, and exists until the block ends.
     """
-    quantised = [path for path in _directories(config) if (path / "config.json").is_file() and quantisation(path)]
+    quantised = [path for path in _directories(config) if _is_quantised(path)]
     if not quantised:
         yield config, [], {}
         return
-    folder, needs, stands = cache_folder(), list[Need](), dict[Path, Path]()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".outline", dir=folder) as place:
-            for number, path in enumerate(quantised):
-                stands[path] = copy_of(path)
-                if stands[path].is_dir():
-                    continue
-                stands[path] = Path(place, str(number), path.resolve().name)
-                stands[path].mkdir(parents=True)
-                size, free = outline(path, stands[path]), shutil.disk_usage(folder).free
-                text = f"{path} is quantised ({quantisation(path)}): the run first writes a copy in bf16, {gib(size)}"
-                needs.append(Need("disk", f"{text}, in {folder}, where {gib(free)} are free", size > free))
-            yield with_directories(config, stands), needs, {stand: path for path, stand in stands.items()}
-    except OSError as error:
-        raise ModelError(f"{folder} cannot be written: {error}; set XDG_CACHE_HOME to another folder") from error
+    with imported(registry.COPIES["bf16"].outline)(quantised) as (stands, needs):
+        yield with_directories(config, stands), needs, {stand: path for path, stand in stands.items()}
 
 
 def with_directories(config: RunConfig, new: Mapping[Path, Path]) -> RunConfig:

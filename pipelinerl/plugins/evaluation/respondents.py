@@ -33,8 +33,7 @@ from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.errors import UserError
 from pipelinerl.models.chat_template import check_chat_template
 from pipelinerl.models.checkpoint import check_directory
-from pipelinerl.models.torch_dequantise import plain_directory
-from pipelinerl.roles.dtypes import with_dtype
+from pipelinerl.roles.dtypes import plain_model, with_dtype
 from pipelinerl.roles.engine_role import engine_outside_run
 from pipelinerl.system.background import to_its_end
 from pipelinerl.system.files import from_home
@@ -158,7 +157,7 @@ def _with_model(config: RunConfig, model: Path) -> RunConfig:
             "name the server's URL instead of the model, or use --set engine.type=torch"
         )
     # A run serves a bfloat16 model on a CPU in float32; in bfloat16, greedy answers would differ.
-    return with_dtype(config.changed("model", path=str(plain_directory(model))))
+    return with_dtype(config.changed("model", path=str(plain_model(model))))
 
 
 @asynccontextmanager

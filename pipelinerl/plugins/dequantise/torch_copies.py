@@ -30,10 +30,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
+import typer
 import xxhash
 
+from pipelinerl.component import Need
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import (
     StoredTensor,
@@ -461,6 +463,39 @@ def outline(source: Path, target: Path) -> int:
     return size
 
 
+def write_copy(
+    source: Annotated[Path, typer.Argument(help="A local model directory with quantised weights.")],
+    target: Annotated[Path, typer.Argument(help="Directory to create for the copy.")],
+) -> None:
+    """Write the copy that `pipelinerl dequantise` makes, and say so. Raises `ModelError`."""
+    dequantise(source, target)
+    typer.echo(f"{target} is written; name it as model.path")
+
+
+@contextmanager
+def outlined(sources: Sequence[Path]) -> Iterator[tuple[Mapping[Path, Path], list[Need]]]:
+    """Yield the copy of each source, or a stand-in with its configuration and shapes, and the disk that is needed.
+
+    Stand-ins exist until the block ends.
+    """
+    folder, needs, stands = cache_folder(), list[Need](), dict[Path, Path]()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".outline", dir=folder) as place:
+            for number, path in enumerate(sources):
+                stands[path] = copy_of(path)
+                if stands[path].is_dir():
+                    continue
+                stands[path] = Path(place, str(number), path.resolve().name)
+                stands[path].mkdir(parents=True)
+                size, free = outline(path, stands[path]), shutil.disk_usage(folder).free
+                text = f"{path} is quantised ({quantisation(path)}): the run first writes a copy in bf16, {gib(size)}"
+                needs.append(Need("disk", f"{text}, in {folder}, where {gib(free)} are free", size > free))
+            yield stands, needs
+    except OSError as error:
+        raise ModelError(f"{folder} cannot be written: {error}; set XDG_CACHE_HOME to another folder") from error
+
+
 def cache_folder() -> Path:
     """Return the folder with this user's copies of quantised models."""
     root = os.environ.get("XDG_CACHE_HOME") or from_home("~/.cache")
@@ -473,13 +508,11 @@ def copy_of(source: Path) -> Path:
 
 
 def plain_directory(source: Path) -> Path:
-    """Return `source` itself, or this machine's plain copy of it if its weights are quantised.
+    """Return this machine's plain copy of a directory whose weights are quantised.
 
     The copy is written if it is absent, which a line on stderr reports with its size and duration. Its folder has the
     name of `source`, so the model keeps its name. Raises ModelError if the copy can neither be read nor made.
     """
-    if not (source / "config.json").is_file() or quantisation(source) is None:
-        return source
     check_directory(source)
     try:
         target = copy_of(source)

@@ -14,8 +14,9 @@ from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import check_weights, load_model, stored_tensors
 from pipelinerl.models.model_shape import read_shape
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.models.torch_dequantise import cache_folder, dequantise, outline, plain_directory
+from pipelinerl.plugins.dequantise.torch_copies import cache_folder, dequantise, outline, plain_directory
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
+from pipelinerl.roles.dtypes import plain_model
 from tests.families import zoo
 
 #: The values of the 4 bits of MXFP4 (OCP Microscaling Formats 1.0, 5.3.3): sign, two bits of exponent, one of mantissa.
@@ -234,7 +235,7 @@ def test_copy_has_the_decoded_weights_in_bf16_and_its_outline_has_their_shapes(n
 
 
 def test_large_copy_is_divided_into_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipelinerl.models.torch_dequantise._FILE_BYTES", 2**13)
+    monkeypatch.setattr("pipelinerl.plugins.dequantise.torch_copies._FILE_BYTES", 2**13)
     decoded = quantised(tmp_path / "quantised", "qwen3", *FORMATS["gptq"])
     dequantise(tmp_path / "quantised", tmp_path / "copy")
     assert len(list((tmp_path / "copy").glob("*.safetensors"))) > 2
@@ -246,7 +247,7 @@ def test_large_copy_is_divided_into_files(tmp_path, monkeypatch):
 PROGRAM = """
 import sys
 from pathlib import Path
-from pipelinerl.models.torch_dequantise import plain_directory
+from pipelinerl.plugins.dequantise.torch_copies import plain_directory
 print(plain_directory(Path(sys.argv[1])))
 """
 
@@ -267,7 +268,8 @@ def test_processes_share_one_copy_which_follows_its_source(tmp_path, capfd):
     assert (plain_directory(source) / "chat_template.jinja").read_text() == "{{ messages }}"
     assert len([each for each in cache_folder().iterdir() if each.name != "digests"]) == 2
     plain = zoo.save(tmp_path / "plain", "qwen3")
-    assert plain_directory(plain) == plain and plain_directory(tmp_path / "absent") == tmp_path / "absent"
+    assert plain_model(plain) == plain and plain_model(tmp_path / "absent") == tmp_path / "absent"
+    assert plain_model(source) == plain_directory(source)
 
 
 @pytest.mark.parametrize(

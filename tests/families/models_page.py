@@ -116,7 +116,7 @@ weights.
 
 - **trains**: log-probs and the gradient's norm equal transformers'; the optimizer steps.
 - **rows**: `packed` is the fast path. A model that mixes tokens outside attention, or masks it in its own way, trains
-  as `padded` rows with transformers' own attention: about 1.1 × the time, and shared prompts are computed once per
+  as `padded` rows with transformers' own attention: about 1.3 × the time, and shared prompts are computed once per
   answer.
 - **checkpoint**: a checkpoint has the model directory's tensors, in name, shape and dtype. transformers computes the
   trainer's log-probs from it. A trainer that resumes computes them, too.

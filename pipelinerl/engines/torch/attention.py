@@ -31,7 +31,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from pipelinerl.engines.memory_budget import PREFILL_SCORES
-from pipelinerl.engines.torch.page_cache import CacheReading, DecodePlan, PrefillPlan, in_order
+from pipelinerl.engines.torch.page_cache import CacheReading, Chunk, DecodePlan, PrefillPlan, hidden_keys, in_order
 from pipelinerl.errors import ModelError
 from pipelinerl.numerics import torch_attention, torch_batch_invariant
 from trainer_contract.types import Kernels
@@ -74,13 +74,13 @@ def windows_seen() -> Iterator[list[int | None]]:
 
 @dataclass(frozen=True, slots=True)
 class WantedMask:
-    """The mask that a model wants: causal, within a sliding window if there is one."""
+    """The mask that a model wants: causal, within a sliding window or a chunk if there is one."""
 
-    window: int | None
+    window: int | Chunk | None
 
     def __getitem__(self, index: tuple[object, ...]) -> WantedMask:
         """Return the mask of the last queries; which these are follows from their number."""
-        return self if all(isinstance(each, slice) for each in index) else self.dtype
+        return self if all(isinstance(each, slice | int) for each in index) else self.dtype
 
     def __getattr__(self, name: str) -> Never:
         """Raise `ModelError`: only a model that changes its mask reads more of it."""
@@ -89,14 +89,24 @@ class WantedMask:
         raise ModelError("the model changes its attention mask, which this engine does not support; use another engine")
 
 
-def wanted_mask(*, local_size: int | None = None, use_vmap: bool = False, **others: object) -> WantedMask:
+def wanted_mask(
+    *,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    mask_function: Callable[..., Tensor] | None = None,
+    **others: object,
+) -> WantedMask:
     """Return the mask that a model wants, by transformers' interface of functions that make masks.
 
     Raises `ModelError` if the model changes which keys a causal mask hides.
     """
     if use_vmap:
         raise ModelError("the model has a mask of its own, which this engine does not support; use another engine")
-    return WantedMask(local_size)
+    if local_size is None or local_size == 1 or mask_function is None:
+        return WantedMask(local_size)
+    row, own = torch.zeros((), dtype=torch.int64), torch.tensor(local_size)
+    # a window reaches from here to the token before, a chunk begins here
+    return WantedMask(local_size if mask_function(row, row, own, own - 1) else Chunk(local_size))
 
 
 def attend(
@@ -119,8 +129,9 @@ def attend(
     implemented here.
     """
     unsupported = [name for name in _REFUSED if kwargs.get(name) is not None]
+    window: int | Chunk | None = sliding_window
     if isinstance(attention_mask, WantedMask):
-        sliding_window = attention_mask.window
+        window = attention_mask.window
     elif attention_mask is not None:
         unsupported.append("a mask of its own")
     if unsupported:
@@ -131,13 +142,23 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     plan = _PLAN.get()
     if (seen := _SEEN.get()) is not None:
-        seen.append(sliding_window)
-    if plan is not None and sliding_window is not None and plan.windowed is not None:
+        seen.append(None if isinstance(window, Chunk) else window)
+    if isinstance(plan, DecodePlan):
+        query = _tempered(module, query, plan)
+    if plan is not None and isinstance(window, int) and plan.windowed is not None:
         plan = plan.windowed
     if isinstance(plan, DecodePlan):
-        return attend_decode(query, key, value, plan, sliding_window, scale, softcap, s_aux).contiguous(), None
+        return attend_decode(query, key, value, plan, window, scale, softcap, s_aux).contiguous(), None
     reading = plan.reading if plan is not None else CacheReading.GATHERED
-    return attend_prefill(query, key, value, reading, sliding_window, scale, softcap, s_aux).contiguous(), None
+    return attend_prefill(query, key, value, reading, window, scale, softcap, s_aux).contiguous(), None
+
+
+def _tempered(module: Any, query: Tensor, plan: DecodePlan) -> Tensor:
+    """Scale the queries of a decode step by their positions (2501.19399), which differ by row, where Llama 4 does."""
+    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+        return query
+    scales = torch.log1p(((plan.positions.float() + 1) / module.floor_scale).floor()) * module.attn_scale + 1
+    return (query * scales[:, :, None, None]).to(query.dtype)
 
 
 def attend_decode(
@@ -145,7 +166,7 @@ def attend_decode(
     keys: Tensor,
     values: Tensor,
     plan: DecodePlan,
-    window: int | None,
+    window: int | Chunk | None,
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -154,7 +175,8 @@ def attend_decode(
     [K, 1, Hq, E].
     """
     rows, q_heads, _, head_dim = query.shape
-    if plan.reading is CacheReading.KERNEL and sinks is None and keys.shape == values.shape:
+    in_kernel = plan.reading is CacheReading.KERNEL and sinks is None and keys.shape == values.shape
+    if in_kernel and not isinstance(window, Chunk):
         # imported here, because it needs triton, which only CUDA builds of torch include
         from pipelinerl.engines.torch.paged_attention import attend_blocks
 
@@ -165,7 +187,7 @@ def attend_decode(
         )
         return out.view(rows, 1, q_heads, head_dim)
     if plan.reading is CacheReading.TILES:
-        _refuse_sinks(sinks)
+        window = _in_tiles(window, sinks)
         key, value = in_order(keys, plan.table), in_order(values, plan.table)
         return torch_batch_invariant.attend(
             query, key, value, plan.positions, window=window, scale=scale, softcap=softcap
@@ -189,9 +211,12 @@ def attend_decode(
     return out.reshape(rows, 1, q_heads, -1)
 
 
-def _refuse_sinks(sinks: Tensor | None) -> None:
-    if sinks is not None:
-        raise ModelError("model.kernels=batch_invariant has no attention sinks, which this model has; leave it out")
+def _in_tiles(window: int | Chunk | None, sinks: Tensor | None) -> int | None:
+    """Return the window; raise `ModelError` for what batch-invariant attention does not compute."""
+    if isinstance(window, Chunk) or sinks is not None:
+        lacks = "attention in chunks" if sinks is None else "attention sinks"
+        raise ModelError(f"model.kernels=batch_invariant has no {lacks}, which this model has; leave it out")
+    return window
 
 
 def reading_for(device: torch.device, dtype: torch.dtype, kernels: Kernels) -> CacheReading:
@@ -208,7 +233,7 @@ def attend_prefill(
     key: Tensor,
     value: Tensor,
     reading: CacheReading,
-    window: int | None,
+    window: int | Chunk | None,
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -218,10 +243,11 @@ def attend_prefill(
     """
     length = key.shape[2]
     if reading is CacheReading.TILES:
-        _refuse_sinks(sinks)
+        window = _in_tiles(window, sinks)
         own = torch.arange(length - query.shape[2], length)[None]
         return torch_batch_invariant.attend(query, key, value, own, window=window, scale=scale, softcap=softcap)
-    window = window if window is not None and length > window else None
+    size = window.size if isinstance(window, Chunk) else window
+    window = None if size is None or length <= size else window
     if softcap is None and sinks is None and (query.is_cuda or window is None):
         return _in_kernel(query, key, value, window, scale).transpose(1, 2)
     key, value = torch_attention.repeated(query, key, value)
@@ -235,7 +261,7 @@ def attend_prefill(
     return _in_blocks(query, length, window, most, products).transpose(1, 2)
 
 
-def _in_kernel(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float) -> Tensor:
+def _in_kernel(query: Tensor, key: Tensor, value: Tensor, window: int | Chunk | None, scale: float) -> Tensor:
     """Attend with a kernel of torch; the result is [P, Hq, T, D]."""
     length, count = key.shape[2], query.shape[2]
     masked = window is not None or length > count
@@ -252,7 +278,7 @@ def _in_kernel(query: Tensor, key: Tensor, value: Tensor, window: int | None, sc
 
 
 def _in_blocks(
-    query: Tensor, length: int, window: int | None, most: int, attend: Callable[[Tensor, Tensor], Tensor]
+    query: Tensor, length: int, window: int | Chunk | None, most: int, attend: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     """Let at most `most` queries attend at once, which bounds the memory of masks and scores; join the results.
 
@@ -260,9 +286,7 @@ def _in_blocks(
     """
     keys, parts = torch.arange(length, device=query.device), []
     for part, own in zip(query.split(max(1, most), dim=2), keys[-query.shape[2] :].split(max(1, most)), strict=True):
-        distance = own[:, None] - keys
-        hidden = (distance < 0) | (distance >= window) if window is not None else distance < 0
-        parts.append(attend(part, hidden))
+        parts.append(attend(part, hidden_keys(keys, own[:, None], window)))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 

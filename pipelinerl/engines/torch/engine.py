@@ -74,7 +74,9 @@ def load_runner(
     if share is not None:  # fail in this process before other processes run out of GPU memory
         torch.cuda.set_per_process_memory_fraction(share)
     kernels_of_torch.avoid_cudnn()
-    model = load_for_decoding(options.model_path, dtype=options.dtype, device=device)
+    model = load_for_decoding(
+        options.model_path, dtype=options.dtype, device=device, context_length=options.context_length
+    )
     refuse_different(model, options.kernels, options.options)
     config: Any = model.config
     options.check_context(config)
@@ -107,18 +109,23 @@ def load_runner(
 
 def findings(section: EngineSection, model: ModelSection, others: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
     """Yield what `pipelinerl check` says of this engine and the model; see `EngineComponent.check`."""
-    compute = partial(refuse_different, kernels=model.kernels, options=section.options)
+    compute = partial(
+        refuse_different, kernels=model.kernels, options=section.options, context_length=section.context_length
+    )
     yield from torch_miniature.trial("model.path", model.resolved, compute)
 
 
 def refuse_different(
-    skeleton: PreTrainedModel, kernels: Kernels = Kernels.FAST, options: Mapping[str, Any] = MappingProxyType({})
+    skeleton: PreTrainedModel,
+    kernels: Kernels = Kernels.FAST,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    context_length: int = 0,
 ) -> bool:
     """Raise `ModelError` if the engine would not compute this model as transformers does; its weights are not used.
 
     Return False if this could not be tried, as `torch_miniature` explains.
     """
-    refuse_undecodable(skeleton)
+    refuse_undecodable(skeleton, context_length)
     changed = [f"model.kernels={kernels}"] * (kernels is not Kernels.FAST)
     changed += [f"engine.options.{name}={value}" for name, value in options.items()]
     part = f"the torch engine{' with ' * bool(changed)}{' and '.join(changed)}"
@@ -132,7 +139,8 @@ def _decoded(model: PreTrainedModel, kernels: Kernels, options: Mapping[str, Any
     use_page_cache(model)
     text: Any = model.config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
-    context = min(each for each in (_LONGEST, positions, rotary_limit(text.to_dict())) if each)
+    selected = getattr(text, "index_topk", None)
+    context = min(each for each in (_LONGEST, positions, rotary_limit(text.to_dict()), selected) if each)
     vocab = text.vocab_size
     shared = [token % vocab for token in range(3, 3 + 7 * (context - _DECODED), 7)]
     texts = texts_of(model)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -24,9 +24,9 @@ from pipelinerl.models.checkpoint import load_model, replace_attention
 from trainer_contract.types import WeightDType
 
 #: Types of layers, as transformers' configurations name them, that `PageCache` supports.
-_KINDS: Final = frozenset(
-    {"full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"}
-)
+_KINDS: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}) | {
+    *("linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp")
+}
 #: Names of the argument of a model's forward that takes the cache.
 _CACHE_NAMES: Final = ("past_key_values", "cache_params")
 
@@ -91,10 +91,12 @@ class ModuleForward:
         return module(input_ids=token_ids, position_ids=positions, use_cache=True, **{self._cache_name: cache})
 
 
-def load_for_decoding(path: Path, *, dtype: WeightDType, device: torch.device) -> PreTrainedModel:
+def load_for_decoding(
+    path: Path, *, dtype: WeightDType, device: torch.device, context_length: int = 0
+) -> PreTrainedModel:
     """Load the causal language model in `path` for `TorchRunner`. Raises `ModelError` for unsupported attention."""
     model = load_model(path, dtype=dtype)
-    refuse_undecodable(model)
+    refuse_undecodable(model, context_length)
     use_page_cache(model)
     model.requires_grad_(False)
     module: Any = model
@@ -106,15 +108,34 @@ def use_page_cache(model: PreTrainedModel) -> None:
     """Let a model's modules attend over `PageCache`, and compute a single token as they compute many."""
     replace_attention(model, torch_attention.NAME)
     _bound_time_steps(model)
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        if hasattr(module, "index_topk") and hasattr(module, "weights_proj"):
+            module.forward = partial(_unless_all, module, module.forward)
 
 
-def refuse_undecodable(skeleton: PreTrainedModel) -> None:
-    """Raise `ModelError` if `PageCache` does not support a layer of a model; its weights are not used."""
+def _unless_all(indexer: Any, select: Callable[..., Any], *args: object, **named: object) -> Any:
+    """Stand for the forward of an indexer of sparse attention (DeepSeek-V3.2): return None, for all tokens, with this
+    engine's attention. In contexts that `refuse_undecodable` allows, an indexer selects all tokens.
+    """
+    return None if indexer.config._attn_implementation == torch_attention.NAME else select(*args, **named)
+
+
+def refuse_undecodable(skeleton: PreTrainedModel, context_length: int = 0) -> None:
+    """Raise `ModelError` if `PageCache` does not support a layer of a model, or not in sequences of `context_length`
+    tokens; the model's weights are not used.
+    """
     kinds = set(getattr(skeleton.config.get_text_config(), "layer_types", None) or ()) - _KINDS
     if kinds:
         raise ModelError(
             f"{type(skeleton).__name__} has layers of type {', '.join(sorted(kinds))}, which this engine does not "
             "support; serve it with another engine"
+        )
+    selected = getattr(skeleton.config.get_text_config(), "index_topk", None)
+    if selected is not None and context_length > selected:
+        raise ModelError(
+            f"{type(skeleton).__name__} attends to {selected} selected tokens of a longer context, which this engine "
+            f"does not support; set engine.context_length={selected} or less, or serve it with another engine"
         )
 
 

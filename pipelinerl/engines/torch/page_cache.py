@@ -53,6 +53,22 @@ class CacheReading(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Chunk:
+    """The layer's tokens attend within chunks of `size` tokens only, as in Llama 4; the counterpart of a window."""
+
+    size: int
+
+
+def hidden_keys(keys: Tensor, own: Tensor, window: int | Chunk | None) -> Tensor:
+    """Return which of the positions `keys` a query at position `own` does not attend to; the two broadcast."""
+    hidden = keys > own
+    if window is None:
+        return hidden
+    first = own // window.size * window.size if isinstance(window, Chunk) else own - window + 1
+    return hidden | (keys < first)
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillPlan:
     """Plan of a prefill of P prompts, padded to T tokens each; it stores N tokens' keys and values.
 
@@ -99,20 +115,17 @@ class DecodePlan:
     layout: DecodeLayout | None = None
     of_row: Tensor | None = None
     windowed: DecodePlan | None = None
-    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+    _masks: dict[int | Chunk | None, Tensor] = field(default_factory=dict)
 
     def to_rows(self, fed: Tensor) -> Tensor:
         """Expand results of the K computed rows [K, …] to all rows [B, …]."""
         return fed if self.of_row is None else fed.index_select(0, self.of_row)
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+    def mask(self, window: int | Chunk | None, dtype: torch.dtype) -> Tensor:
         """Return an additive mask [K, 1, 1, length]: -inf after a row's position and before its window."""
         known = self._masks.get(window)
         if known is None:
-            seen = torch.arange(self.length, device=self.positions.device)
-            hidden = seen > self.positions
-            if window is not None:
-                hidden |= seen <= self.positions - window
+            hidden = hidden_keys(torch.arange(self.length, device=self.positions.device), self.positions, window)
             known = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
             known = known.masked_fill_(hidden, -torch.inf)[:, None, None, :]
             self._masks[window] = known
@@ -430,9 +443,15 @@ class PageCache:
         keys, values = self._layers[layer]
         return keys, values
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0; transformers uses it only for default positions, which this engine never needs."""
-        return 0
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """Return the number of tokens before the first one, for Llama 4, which scales queries by their positions.
+
+        In a decode step these differ by row, so return -1, which leaves queries as they are: `attention` scales them.
+        Without a layer, return 0: transformers uses it only for default positions, which this engine never needs.
+        """
+        if layer_idx is None:
+            return 0
+        return -1 if isinstance(self.plan, DecodePlan) else self.plan.start
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Return 0; transformers uses it only for masks, which come from the plan."""

@@ -29,8 +29,10 @@ from tests.families import zoo
 from trainer_contract.types import Device, Kernels, WeightDType
 
 #: Families by what is special in them: sinks; sinks and other widths; shared keys of two widths and inputs per layer;
-#: latents; a window that only the mask has; attention without its model's arguments; a single key head.
-PAGED = ("gpt_oss", "mimo_v2_flash", "gemma4_text", "deepseek_v3", "phimoe", "nemotron", "gpt_bigcode")
+#: latents; a window that only the mask has; attention without its model's arguments; a single key head; chunks, and
+#: queries that are scaled by position; indexers.
+PAGED = ("gpt_oss", "mimo_v2_flash", "gemma4_text", "deepseek_v3", "phimoe", "nemotron", "gpt_bigcode", "llama4_text")
+PAGED += ("deepseek_v32",)
 #: Convolutions; both kinds in one layer; state spaces of both generations, with bounded time steps; no attention.
 STATEFUL = ("lfm2", "falcon_h1", "jamba", "nemotron_h", "mamba2", "qwen3_5_text")
 #: Largest difference of two log-probs. Rounding in fp32 changes the model with linear attention by as much.
@@ -41,7 +43,8 @@ WITHIN = {"qwen3_5_text": 2e-4}
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("kinds")
     for name in (*PAGED, *STATEFUL):
-        zoo.save(root / name, name)
+        config = zoo.save(root / name, name) / "config.json"
+        config.write_text(config.read_text().replace('"index_topk": 4', '"index_topk": 128'))
     return root
 
 
@@ -265,7 +268,13 @@ async def test_engine_that_preempts_samples_of_states_or_windows_samples_the_sam
         ("rwkv", Kernels.FAST, "has a cache of its own, which this engine does not support; use another engine"),
         ("xlstm", Kernels.FAST, "xLSTMForCausalLM has a cache of its own, which this engine does not support"),
         ("minimax", Kernels.FAST, "MiniMaxForCausalLM has a cache of its own, which this engine does not support"),
-        ("llama4_text", Kernels.FAST, "has layers of type chunked_attention, which this engine does not support"),
+        ("deepseek_v4", Kernels.FAST, "has layers of type heavily_compressed_attention, which this engine does not"),
+        (
+            "deepseek_v32",
+            Kernels.FAST,
+            "attends to 4 selected tokens of a longer context.* set engine.context_length=4",
+        ),
+        ("llama4_text", Kernels.BATCH_INVARIANT, "batch_invariant has no attention in chunks, which this model has"),
         ("gpt_oss", Kernels.BATCH_INVARIANT, "batch_invariant has no attention sinks, which this model has; leave it"),
     ],
 )

@@ -122,6 +122,8 @@ weights.
   trainer's log-probs from it. A trainer that resumes computes them, too.
 - **LoRA**: adapters take a step; transformers computes the trainer's log-probs from the merged checkpoint.
 - **torch engine**: log-probs of sampled tokens equal transformers', also after an update from the trainer.
+  DeepSeek-V3.2 and GLM-5 are served in contexts of up to `index_topk` tokens, in which their indexers select every
+  token: 2,048 in the published models, 4 in these.
 - **bf16**: mean errors of the log-probs of trainer and engine in bf16, as multiples of that of transformers in bf16;
   up to 1.2 is accepted. In mixtures of experts it varies by ± 0.2 between draws.
   "–": transformers does not compute the model in bf16, or without error.

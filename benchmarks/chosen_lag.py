@@ -1,17 +1,21 @@
-"""Compare the lag that `staleness.mode = "auto"` chooses with fixed settings, in real runs of `tiny`.
+"""Compare the lag that `staleness.mode = "auto"` chooses with fixed settings, in real runs.
 
-    auto         j and the lag are chosen on the live run
-    on policy    (1, 1): sample, train, publish, in turn
-    one off      (1, 2), the setting of `tiny`
-    fixed j, k   (1, 8): k bounds the staleness, and the run chooses the lag within it
+    auto                  j and the lag are chosen on the live run, and with shared cores also turns
+    on policy             (1, 1): sample, train, publish, in turn, each part with one core
+    on policy, all cores  the same, each part with all cores
+    one off               (1, 2), the setting of `tiny`
+    fixed j, k            (1, 8): k bounds the staleness, and the run chooses the lag within it
 
+`--recipe` takes another recipe than `tiny`, such as one whose compute dominates, and `--steps` its number of steps.
 Learning curves of few seeds are too noisy to compare settings, so the figures are the median seconds of a step after
 the first third of the run, and the lag. A ratio compares the arms of one seed, which run one after the other.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean, median
 from typing import Final
 
@@ -22,6 +26,7 @@ RECIPE: Final = "tiny"
 ARMS: Final[Mapping[str, tuple[str, ...]]] = {
     "auto": ("staleness.mode=auto",),
     "on policy": ("staleness.mode=on_policy",),
+    "on policy, all cores": ("staleness.mode=on_policy", f"launch.threads={len(os.sched_getaffinity(0))}"),
     "one off": ("staleness.mode=one_step_off",),
     "fixed j, k": ("staleness.j=1", "staleness.k=8"),
 }
@@ -33,15 +38,19 @@ COLUMNS: Final = (
 )
 
 
-def run(quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2)) -> None:
+def run(
+    quick: bool = False, *, seeds: Sequence[int] = (0, 1, 2), recipe: str = RECIPE, steps: int | None = None
+) -> None:
     """Train every arm with every seed, print a table of the results and, unless `quick`, record them."""
-    steps = 30 if quick else 150
+    steps, name = steps or (30 if quick else 150), Path(recipe).stem
     changes = (f"run.steps={steps}", f"evaluation.interval_steps={steps}", "evaluation.problems=16")
-    jobs = [Job(arm, seed, RECIPE, (*changes, *own)) for seed in seeds for arm, own in ARMS.items()]
-    runs = measured("chosen_lag", jobs, _figures, quick=quick, judged=False)
+    jobs = [Job(arm, seed, recipe, (*changes, *own)) for seed in seeds for arm, own in ARMS.items()]
+    runs = measured(
+        "chosen_lag" if recipe == RECIPE else f"chosen_lag_{name}", jobs, _figures, quick=quick, judged=False
+    )
     auto = {row["seed"]: row["step_s"] for row in by_arm(runs)["auto"]}
     rows = [row | {"ratio": row["step_s"] / auto[row["seed"]]} for row in runs]
-    print(f"\nchosen lag: {RECIPE}, {steps} steps; mean over the seeds [lowest, highest]\n{table(rows, COLUMNS)}")
+    print(f"\nchosen lag: {name}, {steps} steps; mean over the seeds [lowest, highest]\n{table(rows, COLUMNS)}")
 
 
 def _figures(job: Job, run: FinishedRun) -> Figures:

@@ -167,7 +167,7 @@ def _rows(results: Sequence[Chosen], misjudged: Sequence[Sequence[float]]) -> li
     shares = {most: sum(ratio <= most for ratio in ratios) / len(ratios) for most in (1.05, 1.1)}
     discarded = [each.discarded for each in results]
     lengths = [each.length for each in results]
-    wrong = zip(*misjudged, strict=True)
+    wrong = zip(*filter(None, misjudged), strict=True)
     return [
         Row("cells", len(results)),
         Row("share of cells ≤ 1.05", f"{shares[1.05]:.1%}", ">= 98 %", shares[1.05] >= 0.98),

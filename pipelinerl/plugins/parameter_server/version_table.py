@@ -135,10 +135,11 @@ class VersionTable:
             reasons = holders(self._whole(), self.progress, epoch=self.epoch, in_use=set(self._uses))
             raise Overloaded(f"all {self.room} versions are still needed: {'; '.join(reasons)}")
         layout, shard = announcement.layout, announcement.shard
+        ranges = shard.ranges(layout)
         fitting = [segment for segment in self._spare if segment.num_bytes == layout.num_bytes]
         segment = fitting[-1] if fitting else SharedMemory(layout.num_bytes)
         self._spare = fitting[:-1]
-        made = Version(key, layout, shard, shard.ranges(layout), segment)
+        made = Version(key, layout, shard, ranges, segment)
         self._held[key] = made
         return made
 

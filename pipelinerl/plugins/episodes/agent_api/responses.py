@@ -91,10 +91,10 @@ class ResponsesCall:
         kind, part = ("reasoning", "reasoning_text") if piece.is_thinking else ("message", "output_text")
         events = [self._opening()]
         if self._open is None or self._open["type"] != kind:
-            item = _item(kind, "")
-            self._open = item
-            added = self._event("output_item.added", item={**item, "content": [], "status": "in_progress"})
-            events += [self._close(), (added + self._of_part("content_part.added", part=dict(item["content"][0])))]
+            events.append(self._close())
+            self._open = item = _item(kind, "")
+            events.append(self._event("output_item.added", item={**item, "content": [], "status": "in_progress"}))
+            events.append(self._of_part("content_part.added", part=dict(item["content"][0])))
         assert self._open is not None
         self._open["content"][0]["text"] += piece.text
         return b"".join([*events, self._of_part(f"{part}.delta", delta=piece.text, **_LOGPROBS[kind])])

@@ -12,11 +12,11 @@ from tests.patience import PATIENCE_S
 
 FIRST = 8
 INT8, BFLOAT16 = ("engine.weights=int8",), ("engine.dtype=bfloat16", "weights.dtype=bfloat16")
-#: Faults of the weights, with keys of the recipe.
+#: Faults of the weights, with keys of the recipe. The trainer has no replica of this engine, whose type is a file's.
 OF_WEIGHTS = [
     *((fault, ()) for fault in ("frozen", "zeroed", "one", "norms", "layers", "half")),
-    ("frozen", INT8),
-    ("zeroed", BFLOAT16),
+    ("zeroed", INT8),
+    ("layers", BFLOAT16),
 ]
 
 

@@ -85,7 +85,7 @@ _BRIEF_S: Final = 5.0
 class Depth(Enum):
     """The depth of a check: the most answers to the first prompt, and the most tokens of each."""
 
-    BRIEF = (1, 4)
+    BRIEF = (1, 8)
     """After each update: a few tokens, which show a fault of all tokens at once, and others in time."""
     CLOSE = (8, 16)
     """After an update, if the tokens of a brief check are unlikely, or the samples are to be tested, too."""

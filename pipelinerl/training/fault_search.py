@@ -28,7 +28,7 @@ from trainer_contract.types import Float32, HostWeights, ParameterInfo
 
 #: The share of the mean difference that a hypothesis may leave unexplained, and the share that ends the search.
 _UNEXPLAINED: Final = 0.2
-_EXPLAINED: Final = 0.02
+_EXPLAINED: Final = 0.005
 _SEARCH_S: Final = 15.0
 #: The step of a weight's scale for a derivative, and the largest change of scale that a straight line predicts.
 _STEP: Final = 0.01

@@ -138,17 +138,18 @@ class FaultSearch:
         for info in self.layout:
             values = self._of(current, info)
             for named, changed in _tensors(info, values):
-                yield f"{info.name} {named}", self._scored(current | {info.name: _packed(info, changed)})
-            slope = (self._scored(current | {info.name: _packed(info, values * (1 + _STEP))}) - ours) / _STEP
+                yield f"{info.name} {named}", self._scored({**current, info.name: _packed(info, changed)})
+            scaled = {**current, info.name: _packed(info, values * (1 + _STEP))}
+            slope = (self._scored(scaled) - ours) / _STEP
             by = float(slope @ (theirs - ours)) / max(float(slope @ slope), 1e-30)
             if 0 < abs(by) < _LINEAR:
-                scaled = current | {info.name: _packed(info, values * np.float32(1 + by))}
+                scaled[info.name] = _packed(info, values * np.float32(1 + by))
                 yield f"{info.name} is scaled by {1 + by:.4g}", self._scored(scaled)
         for at, info in enumerate(self.layout):
             for other in self.layout[at + 1 :]:
                 if info.shape == other.shape and _differ_in_one_part(info.name, other.name):
-                    swapped = {info.name: current[other.name], other.name: current[info.name]}
-                    yield f"{info.name} and {other.name} are exchanged", self._scored(current | swapped)
+                    swapped = {**current, info.name: current[other.name], other.name: current[info.name]}
+                    yield f"{info.name} and {other.name} are exchanged", self._scored(swapped)
 
     def _scored(self, weights: HostWeights) -> Float32:
         return self.score(self.compared.rollouts, weights)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from pipelinerl.system.references import load_reference
+from pipelinerl.system.secret_variables import read_secret
 
 #: Environment variable in which the launcher names the process's own cores, as in `0,1`.
 VARIABLE: Final = "PIPELINERL_CORES"
@@ -24,7 +25,7 @@ class ComputeCores:
 
     def __init__(self, set_threads: str, threads: int) -> None:
         """Change nothing yet; `set_threads` is the reference of a function that sets the calling thread's threads."""
-        named = os.environ.get(VARIABLE, "")
+        named = read_secret(VARIABLE) or ""  # all variables of the project are withheld from the environment
         self._own = {int(core) for core in named.split(",") if core}
         self._set_threads, self._threads = set_threads, threads
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from pipelinerl.system import cores
+from pipelinerl.system import cores, secret_variables
 from pipelinerl.system.cores import ComputeCores, busy_seconds, usable_cores
 
 SET = []
@@ -26,7 +26,7 @@ def here():
 
 
 def test_all_threads_of_a_process_move_between_its_own_core_and_the_shared_ones(here, monkeypatch):
-    monkeypatch.setenv(cores.VARIABLE, f"{here[1]}")
+    monkeypatch.setitem(secret_variables._withheld, cores.VARIABLE, f"{here[1]}")  # as in a role's process
     other, stop = threading.Event(), threading.Event()
     thread = threading.Thread(target=lambda: (other.set(), stop.wait(30)))
     thread.start()

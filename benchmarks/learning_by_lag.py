@@ -94,7 +94,8 @@ class Learner:
     def _table(self) -> Floats:
         """Return the log-probs [V, V] of the trainer's weights."""
         (_, weights), *_ = self._step.policy.gather_weights()
-        return log_softmax(np.asarray(weights, np.float64).reshape(_VOCAB, _VOCAB), np.ones(_VOCAB))
+        logits = np.asarray(weights, np.float64).reshape(_VOCAB, _VOCAB)
+        return np.asarray(log_softmax(logits, np.ones(_VOCAB)), np.float64)
 
     def _sampled(self, group: SimulatedGroup) -> RolloutGroup:
         prompt = int(self._noise.integers(_VOCAB))

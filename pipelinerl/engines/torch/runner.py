@@ -424,7 +424,7 @@ class TorchRunner:
         rows = self._rows
         used = slice(0, num_rows) if drafts is None else drafts.rows
         skipped = int(after is not None) if drafts is None else drafts.skipped
-        positions: NDArray[np.int64] = rows.positions[used] + skipped
+        positions: NDArray[Any] = rows.positions[used] + skipped
         noise = rows.noise(used, skipped=skipped)
         feeds: NDArray[Any] | Tensor = rows.feeds[used] if drafts is None else drafts.feeds
         if after is not None:

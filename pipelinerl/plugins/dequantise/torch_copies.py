@@ -13,6 +13,11 @@ from which `pipelinerl check` predicts memory and disk.
     awq                  qweight, qzeros, scales: columns of W' packed in 32 bits         Lin et al. 2023
     bitsandbytes         W, W.absmax, W.quant_map, W.quant_state…; in 8 bits W, SCB       Dettmers et al. 2023
     compressed-tensors   as fp8, W in int8, or W_packed with W_scale and W_shape          vLLM's format
+
+Random matrices decode as in bitsandbytes 0.50 (its generic code), auto-gptq 0.7 (2, 4 and 8 bits, any order of
+columns), gptqmodel 7.7 (AWQ), compressed-tensors 0.20 (NVFP4, 4 and 8 bits) and transformers 5.23 (MXFP4), up to the
+rounding of their dtypes. bitsandbytes' kernel for CPUs itself misreads the scales of rows that are no multiple of a
+block: it decodes its own codes with twice the error.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     ground_truth: '[{"instruction_id": ["punctuation:no_comma", …], "kwargs": [null, …]}]'     open-instruct's, as text
     ground_truth: '{"func_name": "validate_no_commas", "N": null, …}'                       RLVR-IFeval's
 
-To add an instruction, write its struct in `kinds.py`, with the id as its tag.
+To add an instruction, write its struct in `kinds.py`, with the id as its tag, and add it to `KINDS`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,11 @@ from typing import Any, Final
 import msgspec
 
 from pipelinerl.errors import RecipeError
-from pipelinerl.plugins.instructions import kinds
-from pipelinerl.plugins.instructions.instruction import Instruction
+from pipelinerl.plugins.instructions.instruction import Instruction, id_of
+from pipelinerl.plugins.instructions.kinds import KINDS
 
 #: All instructions by id.
-CATALOGUE: Final[Mapping[str, type[Instruction]]] = {
-    str(each.__struct_config__.tag): each
-    for each in vars(kinds).values()
-    if isinstance(each, type) and issubclass(each, Instruction) and each is not Instruction
-}
+CATALOGUE: Final[Mapping[str, type[Instruction]]] = {id_of(kind): kind for kind in KINDS}
 
 #: RLVR-IFeval identifies an instruction by the open-instruct function that verifies it. Each entry maps a function to
 #: three things: the instruction's id, our names of the function's parameters, and parameters with constant values.

@@ -1,7 +1,6 @@
 """`Instruction`: a requirement on an answer that a program can verify (Zhou et al. 2023, IFEval).
 
-`Instruction.follows` is a pure function of the text, and takes
-time linear in the text's length for any text.
+`Instruction.follows` is a pure function of the text, and takes time linear in the text's length for any text.
 
 Words are runs of letters, digits and underscores, as in IFEval. IFEval finds sentences by NLTK's Punkt model. Here a
 sentence ends at `.`, `!`, `?` or `…` before a space, unless the dot belongs to a known abbreviation or a single capital
@@ -15,37 +14,45 @@ import unicodedata
 from collections import Counter
 from enum import StrEnum
 from functools import lru_cache
-from typing import Annotated, ClassVar, Final
+from typing import Annotated, ClassVar, Final, Protocol
 
 from msgspec import Meta, Struct
+from msgspec.structs import StructConfig
 
 Count = Annotated[int, Meta(ge=1, le=100_000)]
 Text = Annotated[str, Meta(min_length=1, max_length=20_000)]
 Texts = Annotated[list[Text], Meta(min_length=1, max_length=1000)]
 
 
-class Instruction(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="id"):
-    """A requirement on an answer. Its fields are the parameters; its tag is the id by which data name it."""
+class Kind(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="id"):
+    """Base of all kinds of instructions. The fields are the parameters; the tag is the id by which data name a kind."""
 
+
+class Instruction(Protocol):
+    """A requirement on an answer: a `Kind` with its parameters."""
+
+    __struct_config__: ClassVar[StructConfig]
+    __struct_fields__: ClassVar[tuple[str, ...]]
     sentence: ClassVar[str]
     """Template of the sentence that states the instruction in a prompt; its fields are the parameters."""
 
-    @property
-    def id(self) -> str:
-        """The instruction's id, such as `punctuation:no_comma`."""
-        return str(self.__struct_config__.tag)
-
-    def stated(self) -> str:
-        """Return the sentence that states the instruction in a prompt."""
-        shown = {name: getattr(self, name) for name in self.__struct_fields__}
-        for name, value in shown.items():
-            if isinstance(value, list):
-                shown[name] = ", ".join(f'"{each}"' for each in value)
-        return self.sentence.format(**shown)
-
     def follows(self, answer: str) -> bool:
         """Return whether a non-blank answer follows the instruction."""
-        raise NotImplementedError
+        ...
+
+
+def id_of(instruction: Instruction | type[Instruction]) -> str:
+    """Return the id of an instruction or of its kind, such as `punctuation:no_comma`."""
+    return str(instruction.__struct_config__.tag)
+
+
+def stated(instruction: Instruction) -> str:
+    """Return the sentence that states the instruction in a prompt."""
+    shown = {name: getattr(instruction, name) for name in instruction.__struct_fields__}
+    for name, value in shown.items():
+        if isinstance(value, list):
+            shown[name] = ", ".join(f'"{each}"' for each in value)
+    return instruction.sentence.format(**shown)
 
 
 class Relation(StrEnum):

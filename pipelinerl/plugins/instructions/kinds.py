@@ -24,6 +24,7 @@ from pydantic_core import from_json
 from pipelinerl.plugins.instructions.instruction import (
     Count,
     Instruction,
+    Kind,
     Relation,
     Text,
     Texts,
@@ -42,7 +43,7 @@ _DIVIDER = re.compile(r"\s?(?:\*\*\*|\* \* \*)\s?")
 _ENDS_A_FIRST_WORD = re.compile(r"[.,?!'\"]")
 
 
-class NumberOfWords(Instruction, frozen=True, tag="length_constraints:number_words"):
+class NumberOfWords(Kind, frozen=True, tag="length_constraints:number_words"):
     """The number of words must satisfy a bound."""
 
     sentence: ClassVar = "Answer with {relation} {num_words} words."
@@ -53,7 +54,7 @@ class NumberOfWords(Instruction, frozen=True, tag="length_constraints:number_wor
         return self.relation.holds(len(words(answer)), self.num_words)
 
 
-class NumberOfSentences(Instruction, frozen=True, tag="length_constraints:number_sentences"):
+class NumberOfSentences(Kind, frozen=True, tag="length_constraints:number_sentences"):
     """The number of sentences must satisfy a bound."""
 
     sentence: ClassVar = "Your answer should contain {relation} {num_sentences} sentences."
@@ -64,7 +65,7 @@ class NumberOfSentences(Instruction, frozen=True, tag="length_constraints:number
         return self.relation.holds(num_sentences(answer), self.num_sentences)
 
 
-class NumberOfParagraphs(Instruction, frozen=True, tag="length_constraints:number_paragraphs"):
+class NumberOfParagraphs(Kind, frozen=True, tag="length_constraints:number_paragraphs"):
     """Require a number of paragraphs, separated by `***` (or `* * *`).
 
     The text between two dividers must not be empty.
@@ -80,7 +81,7 @@ class NumberOfParagraphs(Instruction, frozen=True, tag="length_constraints:numbe
         return sum(bool(paragraph.strip()) for paragraph in paragraphs) == self.num_paragraphs
 
 
-class NthParagraphFirstWord(Instruction, frozen=True, tag="length_constraints:nth_paragraph_first_word"):
+class NthParagraphFirstWord(Kind, frozen=True, tag="length_constraints:nth_paragraph_first_word"):
     """Require a number of paragraphs, and the n-th's first word."""
 
     sentence: ClassVar = (
@@ -103,7 +104,7 @@ class NthParagraphFirstWord(Instruction, frozen=True, tag="length_constraints:nt
         return _ENDS_A_FIRST_WORD.split(first, maxsplit=1)[0].lower() == self.first_word.strip().lower()
 
 
-class Keywords(Instruction, frozen=True, tag="keywords:existence"):
+class Keywords(Kind, frozen=True, tag="keywords:existence"):
     """The answer must contain each of several keywords."""
 
     sentence: ClassVar = "Include the keywords {keywords}."
@@ -114,7 +115,7 @@ class Keywords(Instruction, frozen=True, tag="keywords:existence"):
         return all(keyword.strip().lower() in text for keyword in self.keywords)
 
 
-class KeywordFrequency(Instruction, frozen=True, tag="keywords:frequency"):
+class KeywordFrequency(Kind, frozen=True, tag="keywords:frequency"):
     """The number of occurrences of a keyword must satisfy a bound."""
 
     sentence: ClassVar = 'The word "{keyword}" should appear {relation} {frequency} times.'
@@ -126,7 +127,7 @@ class KeywordFrequency(Instruction, frozen=True, tag="keywords:frequency"):
         return self.relation.holds(answer.lower().count(self.keyword.strip().lower()), self.frequency)
 
 
-class ForbiddenWords(Instruction, frozen=True, tag="keywords:forbidden_words"):
+class ForbiddenWords(Kind, frozen=True, tag="keywords:forbidden_words"):
     """The answer must not contain any of several words."""
 
     sentence: ClassVar = "Do not use the words {forbidden_words}."
@@ -139,7 +140,7 @@ class ForbiddenWords(Instruction, frozen=True, tag="keywords:forbidden_words"):
         )
 
 
-class LetterFrequency(Instruction, frozen=True, tag="keywords:letter_frequency"):
+class LetterFrequency(Kind, frozen=True, tag="keywords:letter_frequency"):
     """The number of occurrences of a character must satisfy a bound."""
 
     sentence: ClassVar = 'The letter "{letter}" should appear {let_relation} {let_frequency} times.'
@@ -151,7 +152,7 @@ class LetterFrequency(Instruction, frozen=True, tag="keywords:letter_frequency")
         return self.let_relation.holds(answer.lower().count(self.letter.lower()), self.let_frequency)
 
 
-class CapitalWordFrequency(Instruction, frozen=True, tag="change_case:capital_word_frequency"):
+class CapitalWordFrequency(Kind, frozen=True, tag="change_case:capital_word_frequency"):
     """The number of words in capital letters must satisfy a bound."""
 
     sentence: ClassVar = "Words in all capital letters should appear {capital_relation} {capital_frequency} times."
@@ -176,7 +177,7 @@ _POSTSCRIPTS: Final = {
 CONSTRAINED_RESPONSES: Final = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
-class NumberOfBullets(Instruction, frozen=True, tag="detectable_format:number_bullet_lists"):
+class NumberOfBullets(Kind, frozen=True, tag="detectable_format:number_bullet_lists"):
     """Require an exact number of lines that begin with `*` or `-`."""
 
     sentence: ClassVar = (
@@ -191,7 +192,7 @@ class NumberOfBullets(Instruction, frozen=True, tag="detectable_format:number_bu
         return points == self.num_bullets
 
 
-class MultipleSections(Instruction, frozen=True, tag="detectable_format:multiple_sections"):
+class MultipleSections(Kind, frozen=True, tag="detectable_format:multiple_sections"):
     """Require a minimum number of headings: a word and a number."""
 
     sentence: ClassVar = (
@@ -205,7 +206,7 @@ class MultipleSections(Instruction, frozen=True, tag="detectable_format:multiple
         return len(re.findall(re.escape(self.section_spliter.strip()) + r"\s?\d", answer)) >= self.num_sections
 
 
-class HighlightedSections(Instruction, frozen=True, tag="detectable_format:number_highlighted_sections"):
+class HighlightedSections(Kind, frozen=True, tag="detectable_format:number_highlighted_sections"):
     """Require a minimum number of texts between asterisks."""
 
     sentence: ClassVar = (
@@ -217,7 +218,7 @@ class HighlightedSections(Instruction, frozen=True, tag="detectable_format:numbe
         return sum(bool(found.strip("*").strip()) for found in _HIGHLIGHT.findall(answer)) >= self.num_highlights
 
 
-class Title(Instruction, frozen=True, tag="detectable_format:title"):
+class Title(Kind, frozen=True, tag="detectable_format:title"):
     """Require a non-empty title in double angular brackets, on one line."""
 
     sentence: ClassVar = (
@@ -232,7 +233,7 @@ class Title(Instruction, frozen=True, tag="detectable_format:title"):
         return False
 
 
-class JsonFormat(Instruction, frozen=True, tag="detectable_format:json_format"):
+class JsonFormat(Kind, frozen=True, tag="detectable_format:json_format"):
     """The whole answer must be a JSON object or array, optionally in a code fence."""
 
     sentence: ClassVar = "Your entire output should be wrapped in JSON format. You can use markdown ticks such as ```."
@@ -247,7 +248,7 @@ class JsonFormat(Instruction, frozen=True, tag="detectable_format:json_format"):
             return False
 
 
-class ConstrainedResponse(Instruction, frozen=True, tag="detectable_format:constrained_response"):
+class ConstrainedResponse(Kind, frozen=True, tag="detectable_format:constrained_response"):
     """Require one of several answers, by default IFEval's."""
 
     sentence: ClassVar = "Answer with one of the following options: {options}"
@@ -257,7 +258,7 @@ class ConstrainedResponse(Instruction, frozen=True, tag="detectable_format:const
         return any(option in answer for option in self.options)
 
 
-class Placeholders(Instruction, frozen=True, tag="detectable_content:number_placeholders"):
+class Placeholders(Kind, frozen=True, tag="detectable_content:number_placeholders"):
     """Require a minimum number of non-empty texts in square brackets."""
 
     sentence: ClassVar = (
@@ -270,7 +271,7 @@ class Placeholders(Instruction, frozen=True, tag="detectable_content:number_plac
         return len(_PLACEHOLDER.findall(answer)) >= self.num_placeholders
 
 
-class Postscript(Instruction, frozen=True, tag="detectable_content:postscript"):
+class Postscript(Kind, frozen=True, tag="detectable_content:postscript"):
     """Require a postscript with a given marker, such as `P.S.`."""
 
     sentence: ClassVar = "At the end of your answer, add a postscript starting with {postscript_marker}"
@@ -288,7 +289,7 @@ class Postscript(Instruction, frozen=True, tag="detectable_content:postscript"):
 _MOSTLY: Final = 0.9
 
 
-class AllCapitals(Instruction, frozen=True, tag="change_case:english_capital"):
+class AllCapitals(Kind, frozen=True, tag="change_case:english_capital"):
     """The answer must be in English, in capital letters only."""
 
     sentence: ClassVar = "Your entire response should be in English, and in all capital letters."
@@ -297,7 +298,7 @@ class AllCapitals(Instruction, frozen=True, tag="change_case:english_capital"):
         return answer.isupper() and _is_latin(answer)
 
 
-class AllLowercase(Instruction, frozen=True, tag="change_case:english_lowercase"):
+class AllLowercase(Kind, frozen=True, tag="change_case:english_lowercase"):
     """The answer must be in English, in lowercase letters only."""
 
     sentence: ClassVar = (
@@ -308,7 +309,7 @@ class AllLowercase(Instruction, frozen=True, tag="change_case:english_lowercase"
         return answer.islower() and _is_latin(answer)
 
 
-class NoComma(Instruction, frozen=True, tag="punctuation:no_comma"):
+class NoComma(Kind, frozen=True, tag="punctuation:no_comma"):
     """The answer must not contain commas."""
 
     sentence: ClassVar = "In your entire response, refrain from the use of any commas."
@@ -317,7 +318,7 @@ class NoComma(Instruction, frozen=True, tag="punctuation:no_comma"):
         return "," not in answer
 
 
-class EndPhrase(Instruction, frozen=True, tag="startend:end_checker"):
+class EndPhrase(Kind, frozen=True, tag="startend:end_checker"):
     """The answer must end with a phrase, ignoring case and quotation marks."""
 
     sentence: ClassVar = 'Finish your response with this exact phrase: "{end_phrase}" No other words should follow it.'
@@ -327,7 +328,7 @@ class EndPhrase(Instruction, frozen=True, tag="startend:end_checker"):
         return answer.strip().strip('"').lower().endswith(self.end_phrase.strip().strip('"').lower())
 
 
-class QuotationMarks(Instruction, frozen=True, tag="startend:quotation"):
+class QuotationMarks(Kind, frozen=True, tag="startend:quotation"):
     """The answer must be a non-empty text in double quotation marks."""
 
     sentence: ClassVar = "Wrap your entire response with double quotation marks."
@@ -337,7 +338,7 @@ class QuotationMarks(Instruction, frozen=True, tag="startend:quotation"):
         return len(text) > 2 and text[0] == text[-1] == '"'
 
 
-class TwoResponses(Instruction, frozen=True, tag="combination:two_responses"):
+class TwoResponses(Kind, frozen=True, tag="combination:two_responses"):
     """Require two different responses with six asterisks between them."""
 
     sentence: ClassVar = (
@@ -352,7 +353,7 @@ class TwoResponses(Instruction, frozen=True, tag="combination:two_responses"):
         return len(given) == 2 and given[0] != given[1]
 
 
-class RepeatPrompt(Instruction, frozen=True, tag="combination:repeat_prompt"):
+class RepeatPrompt(Kind, frozen=True, tag="combination:repeat_prompt"):
     """The answer must begin by repeating the request, ignoring case."""
 
     sentence: ClassVar = 'First repeat this request word for word without change: "{prompt_to_repeat}" Then answer it.'
@@ -362,7 +363,7 @@ class RepeatPrompt(Instruction, frozen=True, tag="combination:repeat_prompt"):
         return answer.strip().lower().startswith(self.prompt_to_repeat.strip().lower())
 
 
-class ResponseLanguage(Instruction, frozen=True, tag="language:response_language"):
+class ResponseLanguage(Kind, frozen=True, tag="language:response_language"):
     """The answer must be in a language, given by its ISO 639-1 code."""
 
     sentence: ClassVar = "Your entire response should be in {language}, no other language is allowed."
@@ -454,3 +455,11 @@ def _identifier() -> LanguageIdentifier:
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(MODEL_FILE)
+
+
+KINDS: Final[tuple[type[Instruction], ...]] = (
+    NumberOfWords, NumberOfSentences, NumberOfParagraphs, NthParagraphFirstWord, Keywords, KeywordFrequency,
+    ForbiddenWords, LetterFrequency, CapitalWordFrequency, NumberOfBullets, MultipleSections, HighlightedSections,
+    Title, JsonFormat, ConstrainedResponse, Placeholders, Postscript, AllCapitals, AllLowercase, NoComma, EndPhrase,
+    QuotationMarks, TwoResponses, RepeatPrompt, ResponseLanguage,
+)  # fmt: skip

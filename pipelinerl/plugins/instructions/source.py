@@ -24,7 +24,7 @@ from pipelinerl.data.source import Draft, SourceRequest
 from pipelinerl.errors import RecipeError
 from pipelinerl.plugins.instructions import kinds
 from pipelinerl.plugins.instructions.catalogue import followed, make_instruction
-from pipelinerl.plugins.instructions.instruction import Instruction, Relation, words
+from pipelinerl.plugins.instructions.instruction import Instruction, Relation, stated, words
 from pipelinerl.types import Message
 
 #: Number of instruction sets tried for a problem; some sets are contradictory.
@@ -201,7 +201,7 @@ def _drawn(parameters: _Parameters, key: int, *, where: str) -> Draft:
         if len(instructions) >= parameters.min_instructions:
             answer = _answer_following(instructions, topic, noise, parameters.sentences)
         if answer is not None:
-            text = "\n".join([request, *(each.stated() for each in instructions)])
+            text = "\n".join([request, *map(stated, instructions)])
             return Draft(
                 messages=(Message("user", text),),
                 ground_truth=answer,

@@ -19,7 +19,7 @@ import msgspec
 from pipelinerl.errors import RecipeError
 from pipelinerl.plugins.instructions import InstructionsSection
 from pipelinerl.plugins.instructions.catalogue import Matching, Score, followed, instructions_of
-from pipelinerl.plugins.instructions.instruction import Instruction
+from pipelinerl.plugins.instructions.instruction import Instruction, id_of
 from pipelinerl.plugins.instructions.kinds import ResponseLanguage, is_slow_language, preload_languages
 from pipelinerl.types import Problem, RewardPart, Verdict
 from pipelinerl.verifiers.verifier import (
@@ -80,7 +80,7 @@ class InstructionFollowing:
     def _verdict(self, instructions: Sequence[Instruction], done: Sequence[bool]) -> Verdict:
         by_id: dict[str, list[bool]] = {}
         for each, is_followed in zip(instructions, done, strict=True):
-            by_id.setdefault(each.id, []).append(is_followed)
+            by_id.setdefault(id_of(each), []).append(is_followed)
         reward = self._score.of(done)
         broken = ", ".join(id for id, results in by_id.items() if not all(results))
         return Verdict(
@@ -107,7 +107,7 @@ def findings(_: InstructionsSection, problems: Iterable[Problem]) -> Iterator[st
     for problem in problems:
         number += 1
         try:
-            counts.update({each.id for each in instructions_of_problem(problem)})
+            counts.update(map(id_of, instructions_of_problem(problem)))
         except RecipeError as error:
             raise RecipeError(f"{problem.problem_id}: {error}") from None
     yield f"of {number} problems, {', '.join(f'{id} {count / number:.0%}' for id, count in counts.most_common())}"

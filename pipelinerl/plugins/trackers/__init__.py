@@ -3,33 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Final, Literal
-
-from pydantic import Field
+from typing import Final
 
 from pipelinerl.component import CommandComponent, TrackerComponent
+from pipelinerl.plugins.trackers.section import TrackioSection, WandbSection
 from pipelinerl.roles.role import OnExit, Role, RoleOptions
-from pipelinerl.section import Section
-
-
-class WandbSection(Section):
-    """A Weights & Biases run; its key is read from where `wandb login` stored it."""
-
-    project: str = Field(min_length=1, max_length=128)
-    """Name of the project."""
-    entity: str | None = None
-    """A user or team; by default the user who is logged in."""
-    mode: Literal["online", "offline"] = "online"
-    """`offline` writes local files that `wandb sync` can upload later."""
-
-
-class TrackioSection(Section):
-    """A trackio run."""
-
-    project: str = Field(min_length=1, max_length=128)
-    """Name of the project."""
-    space_id: str | None = None
-    """A Hugging Face space; by default the run is tracked on this machine."""
 
 
 # The tracker stops after the controller, because it forwards the controller's last events.

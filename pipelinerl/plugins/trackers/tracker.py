@@ -18,8 +18,8 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from pipelinerl.observability.events import ENDS, EventFollower
-from pipelinerl.plugins.trackers import TrackioSection, WandbSection
 from pipelinerl.plugins.trackers.metric_names import HistoryRewind, MetricReader, ReaderState
+from pipelinerl.plugins.trackers.section import TrackioSection, WandbSection
 
 #: State from which a tracker can continue: plain JSON, which the feed stores together with its position in the log.
 Bookmark = dict[str, Any]

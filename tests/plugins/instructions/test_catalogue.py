@@ -16,6 +16,7 @@ from pipelinerl.plugins.instructions.catalogue import (
     make_instruction,
     variants,
 )
+from pipelinerl.plugins.instructions.instruction import id_of, stated
 
 #: For each case: an instruction's id and parameters, answers that follow it, and answers that violate it.
 CASES = [
@@ -110,7 +111,7 @@ def test_instruction_accepts_only_answers_that_follow_it(id, parameters, follow,
     instruction = make_instruction(id, parameters)
     assert [text for text in follow if not instruction.follows(text)] == []
     assert [text for text in do_not if instruction.follows(text)] == []
-    assert instruction.stated()[0].isupper() and "{" not in instruction.stated()
+    assert stated(instruction)[0].isupper() and "{" not in stated(instruction)
 
 
 def test_every_instruction_in_the_catalogue_has_a_test_case():
@@ -160,7 +161,7 @@ def test_every_rlvr_ifeval_function_maps_to_an_instruction():
         "forbidden_words": ["b"], "letter": "a", "language": "ko", "postscript_marker": "P.S.", "options": ["a"],
         "section_splitter": "Day", "original_prompt": "a", "end_phrase": "a",
     }  # fmt: skip
-    made_of = {instructions_of({}, json.dumps({"func_name": name, **arguments}))[0].id for name in _FUNCTIONS}
+    made_of = {id_of(instructions_of({}, json.dumps({"func_name": name, **arguments}))[0]) for name in _FUNCTIONS}
     assert made_of == CATALOGUE.keys()
 
 
@@ -217,7 +218,7 @@ KWARGS = [{}, {"num_words": 9.0, "relation": "at least", "num_bullets": None}]
 )
 def test_instructions_are_read_from_every_metadata_layout(metadata, ground_truth):
     parsed = instructions_of(metadata, ground_truth)
-    assert [each.id for each in parsed] == IDS
+    assert list(map(id_of, parsed)) == IDS
     assert parsed[1].follows("a " * 9) and not parsed[1].follows("a " * 8)
 
 

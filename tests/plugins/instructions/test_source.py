@@ -5,6 +5,7 @@ import pytest
 from pipelinerl.data.problems import Split, open_source
 from pipelinerl.errors import RecipeError
 from pipelinerl.plugins.instructions.catalogue import CATALOGUE, followed, instructions_of
+from pipelinerl.plugins.instructions.instruction import id_of, stated
 from pipelinerl.plugins.instructions.source import TOPICS
 
 
@@ -21,8 +22,8 @@ def test_reference_answer_of_every_generated_problem_follows_its_instructions(le
         assert all(followed(instructions, problem.ground_truth)), problem
         assert fewest <= len(instructions) <= most and problem.tags == (f"instructions={len(instructions)}",)
         for each in instructions:
-            assert each.stated() in problem.messages[-1].content
-        assert not any(followed(instructions, "")) and len({each.id for each in instructions}) == len(instructions)
+            assert stated(each) in problem.messages[-1].content
+        assert not any(followed(instructions, "")) and len(set(map(id_of, instructions))) == len(instructions)
 
 
 def test_reference_answers_have_the_configured_length():

@@ -18,8 +18,8 @@ from pipelinerl.commands.check import refuse
 from pipelinerl.config.recipe import load, parse
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import read_events
-from pipelinerl.plugins.trackers import TrackioSection, WandbSection
 from pipelinerl.plugins.trackers.role import feed_until, track_run, trackers_of
+from pipelinerl.plugins.trackers.section import TrackioSection, WandbSection
 from pipelinerl.plugins.trackers.tracker import TrackedRun, TrackioTracker, WandbTracker
 from tests.fakes import small_disk
 from tests.fakes.live_run import endless_run, launched

@@ -33,8 +33,7 @@ import tomli_w
 from benchmarks.measure import Interval, Row, bootstrap_median, print_table, read_record, write_record
 from benchmarks.processes import python
 from pipelinerl.config.recipe import load, to_table
-from pipelinerl.observability.events import Event, read_events
-from pipelinerl.plugins.watch.compare import flat_keys
+from pipelinerl.observability.events import Event, flat_keys, read_events
 
 CORES: Final = 2
 #: Thread settings of torch to try for TRL, by name: number of threads, and environment variables.

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -202,8 +202,11 @@ def newest_part(run: ObservedRun) -> ObservedRun:
         if isinstance(changes, dict) and _PACE & changes.keys():
             j = changes.get("j", AUTO if setting.auto_j else setting.bounds.j)
             bounds = StalenessBounds(1 if j == AUTO else int(j), float(changes.get("k", setting.bounds.k)))
-            counts = {name: int(changes[name]) for name in ("rollouts_per_step", "groups_in_flight") if name in changes}
-            start, setting = number, replace(setting, bounds=bounds, auto_j=j == AUTO, **counts)
+            changed: dict[str, Any] = {"bounds": bounds, "auto_j": j == AUTO}
+            changed |= {
+                name: int(changes[name]) for name in ("rollouts_per_step", "groups_in_flight") if name in changes
+            }
+            start, setting = number, replace(setting, **changed)
         elif event["kind"].startswith("engine_") and (now := serving(run.events[: number + 1])) != engines:
             start, engines = (number if engines and now else start), now or engines
     return ObservedRun(events=run.events[start:], setting=replace(setting, engines=engines or setting.engines))

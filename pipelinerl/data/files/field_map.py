@@ -34,6 +34,7 @@ class FieldMap:
 
     Attributes:
         prompt_field: the question, a text or a list of messages; by default `prompt`, if the row has no `messages`.
+        answer_field: the reference answer; if it names the conversation, this is its last message, the assistant's.
         messages_field: the conversation; `messages` by default.
         metadata_fields: fields passed to the verifier; by default the contents of the object `metadata`.
         tag_fields: fields that each become a tag of the problem, `field=value`.
@@ -89,11 +90,11 @@ class FieldMap:
     def plain_prompt(self) -> str:
         """Name of the prompt field if `text` and `check` read only this field and the answer; otherwise ""."""
         more = self.messages_field or self.id_field or self._of_template - {_PROMPT, self.prompt_field}
-        return "" if more else self.prompt_field
+        return "" if more or self.prompt_field == self.answer_field else self.prompt_field
 
     def check(self, row: Row) -> None:
         for field in filter(None, (self.answer_field, self.id_field)):
-            if _value_of(row, field) is None:
+            if value_of(row, field) is None:
                 raise _missing(field, row)
 
     def text(self, row: Row) -> str:
@@ -114,13 +115,16 @@ class FieldMap:
         return digest_of(f"{with_answer(self.text(row), answer)}\x1d{json.dumps(metadata, sort_keys=True)}")
 
     def answer(self, row: Row) -> str:
-        return as_text(_value_of(row, self.answer_field), self.answer_field)
+        value, field = value_of(row, self.answer_field), self.answer_field
+        if field in (self.prompt_field or _PROMPT, self.messages_field or _MESSAGES) and isinstance(value, list):
+            return _conversation(value, field)[-1].content
+        return as_text(value, field)
 
     def _name(self, row: Row) -> str:
-        return as_text(_value_of(row, self.id_field), self.id_field)
+        return as_text(value_of(row, self.id_field), self.id_field)
 
     def rate(self, row: Row) -> float:
-        value = _value_of(row, self.rate_field)
+        value = value_of(row, self.rate_field)
         value = float(value) if isinstance(value, Decimal) else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise RecipeError(
@@ -140,7 +144,7 @@ class FieldMap:
                 raise RecipeError(
                     f"prompt_template gives an empty prompt from the fields {', '.join(sorted(self._of_template))}"
                 )
-        values = [(field, _value_of(row, field)) for field in self.tag_fields]
+        values = [(field, value_of(row, field)) for field in self.tag_fields]
         own = row.get(self.tags_field) or ()
         if not (isinstance(own, list | tuple) and all(isinstance(tag, str) for tag in own)):
             raise RecipeError(f"field {self.tags_field!r} must be a list of texts, got {own!r:.80}")
@@ -162,9 +166,19 @@ class FieldMap:
         """Return the conversation; it may be empty only if there is a template."""
         named = [field for field in (self.messages_field, self.prompt_field) if field]
         for field in named or (_MESSAGES, _PROMPT):
-            value = _value_of(row, field)
+            value = value_of(row, field)
             if value is not None:
                 messages = _conversation(value, field)
+                answered = messages[-1].role == "assistant"
+                if field == self.answer_field:
+                    if not answered or len(messages) == 1:
+                        raise RecipeError(f"field {field!r} must end with the answer, a message of the assistant")
+                    messages = messages[:-1]
+                elif answered:
+                    raise RecipeError(
+                        f"field {field!r} ends with the assistant's message; if this is the reference answer, set "
+                        f"answer_field={field}, else end with what the model shall answer"
+                    )
                 if self.template is None and has_no_question(messages):
                     raise RecipeError(f'field "{field}" is empty: it, or its last message, has only white space')
                 return messages
@@ -175,7 +189,7 @@ class FieldMap:
     def metadata(self, row: Row) -> Mapping[str, Any]:
         """Return the fields for the verifier. Raises `RecipeError` if a value has no exact form."""
         if self.metadata_fields is not None:
-            values = {field: _value_of(row, field) for field in self.metadata_fields}
+            values = {field: value_of(row, field) for field in self.metadata_fields}
             return {field: plain(value, field) for field, value in values.items() if value is not None}
         own = row.get(_METADATA)
         if own is None:
@@ -185,7 +199,8 @@ class FieldMap:
         return dict(plain(own, _METADATA))
 
 
-def _value_of(row: Row, field: str) -> Any:
+def value_of(row: Row, field: str) -> Any:
+    """Return the value of a row's field; None if it is missing."""
     if field in row or "." not in field:
         return row.get(field)
     value: Any = row
@@ -208,8 +223,6 @@ def _conversation(value: Any, field: str) -> tuple[Message, ...]:
             f"field {field!r} must be a text, or messages with role ({', '.join(_ROLES)}) and content, got "
             f"{value!r:.120}"
         )
-    if messages[-1].role == "assistant":
-        raise RecipeError(f"field {field!r} ends with the assistant's message; the last one is for the model to answer")
     return messages
 
 

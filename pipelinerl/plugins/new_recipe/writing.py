@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 import msgspec
 import typer
 
-from pipelinerl.data.files.field_map import FieldMap
+from pipelinerl.data.files.field_map import FieldMap, value_of
 from pipelinerl.data.files.rows import ArrowRows, FirstRows, JsonRows, suffix_of
 from pipelinerl.data.files.source import open_files
 from pipelinerl.data.source import SourceRequest, Split
@@ -29,7 +29,10 @@ from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.system.machine import has_accelerator
 
 _PROMPTS: Final = ("prompt", "messages", "question", "problem", "instruction", "query", "input")
-_ANSWERS: Final = ("answer", "solution", "ground_truth", "target", "label", "output", "response", "completion")
+_ANSWERS: Final = (
+    *("answer", "solution", "ground_truth", "target", "label", "output", "response", "completion"),
+    "reward_model.ground_truth",
+)
 _HEAD: Final = FirstRows(rows=512, bytes=2**24)
 #: Learning rates of AdamW when all weights are trained: (largest model in millions of parameters, rate).
 _RATES: Final = ((200, 2e-5), (700, 1e-5), (2000, 5e-6), (10_000, 2e-6))
@@ -88,10 +91,11 @@ def write_new(directory: Path, *, model: Path, data: Path, prompt_field: str | N
         raise UserError(f"{data} has no rows; each row needs a prompt and an answer")
     prompt = _chosen("prompt", prompt_field, _PROMPTS, rows, data)
     is_conversation = prompt == "messages"
+    usual = (*_ANSWERS, prompt) if _is_answered(rows[0][prompt]) else _ANSWERS
     fields = FieldMap(
         prompt_field="" if is_conversation else prompt,
         messages_field=prompt if is_conversation else "",
-        answer_field=_chosen("answer", answer_field, _ANSWERS, rows, data),
+        answer_field=_chosen("answer", answer_field, usual, rows, data),
     )
     lengths, held_out = _lengths(model, fields, rows, data), _held_out(fields, data)
     directory.mkdir(parents=True, exist_ok=True)
@@ -118,10 +122,16 @@ def _chosen(what: str, named: str | None, usual: Sequence[str], rows: Sequence[d
         if named.partition(".")[0] not in there:
             raise UserError(f"--{what}-field: {data} has no field {named!r}; it has {', '.join(there)}")
         return named
-    field = next((name for name in usual if name in there), None)
+    field = next((name for name in usual if value_of(rows[0], name) is not None), None)
     if field is None:
         raise UserError(f"no field of {data} looks like the {what}; set --{what}-field to one of {', '.join(there)}")
     return field
+
+
+def _is_answered(prompt: Any) -> bool:
+    """Return True if the prompt is a conversation that ends with the assistant's message."""
+    last = prompt[-1] if isinstance(prompt, list) and prompt else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
 
 
 def _lengths(model: Path, fields: FieldMap, rows: Sequence[dict[str, Any]], data: Path) -> Lengths:
@@ -180,7 +190,7 @@ def _filled(directory: Path, model: Path, data: Path, fields: FieldMap, lengths:
         "prompt_key": "messages_field" if fields.messages_field else "prompt_field",
         "prompt_field": _text(fields.messages_field or fields.prompt_field),
         "answer_field": _text(fields.answer_field),
-        "millions": f"{millions:,.0f}",
+        "millions": f"{millions:,.0f}" if millions >= 1 else f"{millions:.2g}",
         "dtype": model_dtype(model).value,
         "rate": f"{rate:g}".replace("e-0", "e-"),
         "longest_prompt": str(lengths.prompt),

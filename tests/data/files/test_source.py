@@ -357,11 +357,23 @@ def test_missing_column_error_lists_all_columns(write, tmp_path):
         opened(path, answer_field="solution")
 
 
-def _all(path, split):
+def _all(path, split, **parameters):
     try:
-        return problems(opened(path, split))
+        return problems(opened(path, split, **parameters))
     except RecipeError:
         return []
+
+
+@pytest.mark.parametrize("write", [parquet, jsonl])
+def test_answer_field_that_names_the_conversation_takes_its_last_message(write, tmp_path):
+    turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    path = write(tmp_path / ("a.parquet" if write is parquet else "a.jsonl"), [{"chat": turns}])
+    (problem,) = (each for split in Split for each in _all(path, split, messages_field="chat", answer_field="chat"))
+    assert ([each.content for each in problem.messages], problem.ground_truth) == (["2 + 2?"], "4")
+    for field, value in (("prompt", "2 + 2?"), ("messages", turns[:1]), ("messages", turns[1:])):
+        path = jsonl(tmp_path / "b.jsonl", [{field: value}])
+        with pytest.raises(RecipeError, match=f"field '{field}' must end with the answer"):
+            opened(path, answer_field=field)
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,26 @@ def test_reward_of_a_new_recipe_compares_values_and_not_spelling(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        (
+            lambda prompt: {"messages": [*prompt, {"role": "assistant", "content": "4"}]},
+            'messages_field = "messages", answer_field = "messages"',
+        ),
+        (
+            lambda prompt: {"prompt": prompt, "reward_model": {"style": "rule", "ground_truth": "4"}},
+            'prompt_field = "prompt", answer_field = "reward_model.ground_truth"',
+        ),
+    ],
+)
+def test_new_recipe_finds_the_answers_of_common_layouts(tmp_path, row, line):
+    data = tmp_path / "rows.jsonl"
+    prompts = ([{"role": "user", "content": f"{n} plus 1?"}] for n in range(60))
+    data.write_text("".join(f"{json.dumps(row(prompt))}\n" for prompt in prompts))
+    assert line in new(tmp_path / "mine", data).read_text()
+
+
+@pytest.mark.parametrize(
     ("content", "fields", "sentence"),
     [
         ('{"text": "x"}\n', {}, "no field of .* looks like the prompt; set --prompt-field to one of text"),

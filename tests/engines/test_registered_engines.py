@@ -89,6 +89,10 @@ def test_registered_engine_passes_the_conformance_kit(name, weights, only, tmp_p
 
 
 def _is_right(engine, result):
-    """Return True for a passed check, and for what transformers cannot compute."""
+    """Return True for a passed check, for what transformers cannot compute, and for a cache with room for all samples.
+
+    `tests/inference_contract/test_faults.py` has an engine whose cache the kit fills.
+    """
     is_foreign = engine == "bigram" and "must be a model directory that transformers can load" in result.reason
-    return result.outcome is CheckOutcome.PASSED or (is_foreign and result.outcome is CheckOutcome.UNSUPPORTED)
+    unproven = is_foreign or "did not fill the cache" in result.reason
+    return result.outcome is CheckOutcome.PASSED or (unproven and result.outcome is CheckOutcome.UNSUPPORTED)

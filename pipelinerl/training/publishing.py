@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from itertools import product
+from types import MappingProxyType
 from typing import Final, TypeVar
 
 import msgspec
@@ -143,14 +144,16 @@ class Publishing:
         return Proof.AWAITED if all(url in self._silent for url, _, _ in owed) else Proof.MISSING
 
     def ask_again(self, version: int) -> set[tuple[str, int, int]]:
-        """Repeat the canary to engines that owe an answer, if the trainer still has their weights, those of `version`.
+        """Repeat the canary to engines that owe an answer, if they were sent the trainer's weights, those of `version`.
 
-        Return at once, with all that is newly disproved.
+        Else only let their time pass. Return at once, with all that is newly disproved.
         """
         report, now = self._newest, time.monotonic()
         is_due = bool(self._silent) and self._under_way is None and now - self._asked_at >= _AGAIN_S
-        if is_due and report is not None and report.version == version:
-            self._under_way = asyncio.create_task(self._prove([], [*self._silent], report))
+        if is_due and report is not None:
+            asked = [*self._silent] if report.version == version else []
+            lost = dict.fromkeys(self._silent.keys() - {*asked}, "no answer before the trainer's next step")
+            self._under_way = asyncio.create_task(self._prove([], asked, report, lost))
         return self._take_disproved()
 
     def _take_disproved(self) -> set[tuple[str, int, int]]:
@@ -223,8 +226,17 @@ class Publishing:
             self._prove(joining, others, report),
         )
 
-    async def _prove(self, joining: Sequence[str], others: Sequence[str], report: PublishReport) -> None:
-        """Check the engines, and report to the controller which ones joined and which ones fail."""
+    async def _prove(
+        self,
+        joining: Sequence[str],
+        others: Sequence[str],
+        report: PublishReport,
+        lost: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Check the engines, and report to the controller which ones joined and which ones fail.
+
+        `lost` are engines that can no longer prove this version, with the reason.
+        """
         proofs, version, self._asked_at = self._proofs, report.version, time.monotonic()
         briefly = {url for url in others if proofs.depth(url, version) is Depth.BRIEF}
         findings, again, close = await asyncio.gather(
@@ -234,6 +246,7 @@ class Publishing:
         )
         for name in ("worst", "compared", "mismatched", "failed"):
             getattr(again, name).update(getattr(close, name))
+        again.failed.update(lost)
         suspects, failures = await self._in_worker(lambda: self._judged(version, findings, again, briefly))
         if suspects:
             more = await self._checked(suspects, report, Depth.CLOSE)

@@ -304,6 +304,22 @@ async def test_groups_without_a_proof_are_sampled_again_after_a_deadline_and_the
         assert (await made.wait_for(OrdersEnded)).again == [0, 1] and made.trainer.model_version == 0
 
 
+async def test_engine_that_owes_a_proof_of_weights_that_the_trainer_has_left_is_lost_after_the_deadline(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(publishing, "_AGAIN_S", 0.0)
+    async with room(tmp_path) as made:
+        made.engines.silent = {ENGINE}
+        await made.begin(publish_to=[ENGINE, "http://engine-1"])
+        await made.roll_out(0, engines=(ENGINE,))
+        await made.roll_out(1, 2, engines=("http://engine-1",))
+        await made.wait_for(StepDone)
+        monkeypatch.setattr(publishing, "_PROOF_S", 0.0)
+        await made.say("e1-step-1")
+        assert (await made.wait_for(CanaryChecked)).failed == {ENGINE: "no answer before the trainer's next step"}
+        assert (await made.wait_for(OrdersEnded)).again == [0]
+
+
 async def test_groups_of_an_engine_that_left_before_its_proof_are_sampled_again(tmp_path):
     async with room(tmp_path) as made:
         made.engines.silent = {ENGINE}

@@ -51,7 +51,7 @@ def unproven() -> TorchTrainer:
 def run(quick: bool = False, changes: Sequence[str] = ()) -> None:
     """Run both arms in each round, print the table and, unless `quick`, write the record."""
     rounds, steps = (1, 20) if quick else (6, 100)
-    measured: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+    measured: dict[str, list[Mapping[str, float]]] = {arm: [] for arm in ARMS}
     for number in range(rounds):
         for arm in sorted(ARMS, reverse=bool(number % 2)):
             measured[arm].append(_measured(ARMS[arm], steps, changes))

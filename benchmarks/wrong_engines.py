@@ -340,7 +340,7 @@ def _resampled(answers: Sequence[Compared], updates: int) -> tuple[int, int]:
         evidence, begins = EngineEvidence(), int(draw.integers(len(answers)))
         evidence.anchor(answers[begins].theirs, answers[begins].ours)
         blocks = draw.integers(max(1, len(answers) - BLOCK), size=LIFE // BLOCK)
-        for number in (blocks[:, None] + np.arange(BLOCK)).reshape(-1) % len(answers):
+        for number in ((blocks[:, None] + np.arange(BLOCK)).reshape(-1) % len(answers)).tolist():
             given = answers[number]
             first = brief(given) if evidence.is_exact else given
             wrong = evidence.add(first.theirs, first.ours)

@@ -222,7 +222,7 @@ class Launch:
             own={"type": type},
             shown={**self._shown(name, "engine", type or config.engine.type, on), **self._moves_to(own)},
             gpus=on.gpus,
-            cpu=None if config.may_take_turns else own,
+            cpu=None if self._may_take_turns else own,
             on_exit=OnExit.RESTART if type is None else OnExit.SPARE,
         )
 
@@ -248,7 +248,7 @@ class Launch:
             after=self._servers,
             gpus=self.assignment_of(TRAINER).gpus,
             group=TRAINER if several else None,
-            cpu=None if several or self.config.may_take_turns else cpu,
+            cpu=None if several or self._may_take_turns else cpu,
         )
 
     def trainer_rank(self, rank: int) -> ProcessSpec:
@@ -273,16 +273,21 @@ class Launch:
         meeting = f'coordinator="{self.at(TRAINER)}",token_file={json.dumps(str(self.token_file))}'
         return (*share, f"trainer.options.distributed={{{meeting}}}")
 
+    @property
+    def _may_take_turns(self) -> bool:
+        # With several hosts, the controller listens at another address than loopback and lets nobody take turns.
+        return self.config.may_take_turns and self.placement.head.address == LOCALHOST.address
+
     def _moves_to(self, own: Sequence[int] | None) -> Mapping[str, str]:
         """Return the variable that names a process's own cores, if it may also take turns with all cores."""
-        return {cores.VARIABLE: ",".join(map(str, own))} if own and self.config.may_take_turns else {}
+        return {cores.VARIABLE: ",".join(map(str, own))} if own and self._may_take_turns else {}
 
     def _trainer_shown(self, name: str) -> Mapping[str, str]:
         return self._shown(name, "trainer", self.config.trainer.type, self.assignment_of(name))
 
     def _environment(self, shown: Mapping[str, str]) -> Mapping[str, str]:
         # Roles find the embedded server's password file themselves only if the server's address is loopback.
-        has_one = self.config.launch.threads == 1 and not self.config.may_take_turns
+        has_one = self.config.launch.threads == 1 and not self._may_take_turns
         away = "redis" in self.ports and self.placement.head.address != LOCALHOST.address
         return {
             "OMP_NUM_THREADS": str(self.config.launch.threads),

@@ -68,7 +68,6 @@ def texts() -> dict[str, tuple[list[int], list[int]]]:
 def save(folder: Path, prompt: list[int], answer: list[int]) -> Path:
     """Write the model that continues `prompt` with `answer` into `folder`."""
     tokens = prompt + answer
-    torch.manual_seed(0)
     model: Any = GPT2LMHeadModel(
         GPT2Config(vocab_size=_VOCAB, n_embd=512, n_layer=6, n_head=8, n_positions=len(tokens) + 32)
     )

@@ -77,15 +77,16 @@ async def run(identity: Identity) -> None:
         url = offered_url(listener.getsockname(), identity.controller_url) if identity.controller_url else ""
         engine = build_engine(identity)
         app = create_app(engine, token=identity.token)
-        offer = asyncio.create_task(_offer(identity, engine, url)) if url else None
-        follows = asyncio.create_task(_follow(identity, engine, url)) if url else None
-        stopped = asyncio.create_task(_stopped(engine))
+        watches = [asyncio.create_task(_stopped(engine))]
+        if url:  # these two only end with an error, which ends the process
+            watches += [asyncio.create_task(each(identity, engine, url)) for each in (_offer, _follow)]
+        over = asyncio.ensure_future(asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED))
         try:
-            await serve_until(app, listener, over=stopped)
-            if stopped.done():
+            await serve_until(app, listener, over=over)
+            if watches[0].done():
                 raise EngineUnreachable("the engine stopped by itself; the log above says why")
         finally:
-            await end(stopped, offer, follows)
+            await end(*watches, over)
 
 
 async def _stopped(engine: Engine) -> None:
@@ -111,10 +112,9 @@ def _started(engine: Engine) -> bool:
 
 
 async def _follow(identity: Identity, engine: Engine, url: str) -> None:
-    """Apply weight updates that are announced on a stream; return at once if the run updates engines by requests."""
-    if not identity.config.weights.announced_to(identity.config.engine.count):
-        return
-    while not _started(engine):
+    """Apply weight updates that are announced on a stream, unless the run updates engines by requests."""
+    announced = identity.config.weights.announced_to(identity.config.engine.count)
+    while not (announced and _started(engine)):
         await asyncio.sleep(WATCH_S)
     while True:
         try:
@@ -130,8 +130,8 @@ async def _follow(identity: Identity, engine: Engine, url: str) -> None:
 
 async def _offer(identity: Identity, engine: Any, url: str) -> None:
     config, incarnation = identity.config, f"{os.getpid()}-{time.time_ns()}"
-    cores = ComputeCores(registry.ENGINES[config.engine.type].use_threads, config.launch.threads)
-    shared: tuple[int, ...] | None = None
+    set_threads = registry.ENGINES[config.engine.type].use_threads if config.may_take_turns else ""
+    cores, shared = ComputeCores(set_threads, config.launch.threads), None
     reachable, again_s = True, OFFER_S / 4
     async with (
         AsyncControllerClient(identity.controller_url, identity.token) as controller,
@@ -147,7 +147,7 @@ async def _offer(identity: Identity, engine: Any, url: str) -> None:
                         url, incarnation=incarnation, name=identity.name, type=config.engine.type
                     )
                     again_s, reachable = taken.again_s, True
-                    if taken.cores != shared and config.may_take_turns:
+                    if taken.cores != shared and set_threads:
                         shared = taken.cores
                         engine.between_steps(partial(cores.use, shared))
             except UserError as error:

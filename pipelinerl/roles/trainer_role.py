@@ -46,7 +46,8 @@ async def run(identity: Identity) -> None:
     stream = await identity.stream()
     client = EngineClient(token=identity.token)
     samples, grace = samples_of(identity), Grace()
-    cores = ComputeCores(registry.TRAINERS[config.trainer.type].use_threads, config.launch.threads)
+    set_threads = registry.TRAINERS[config.trainer.type].use_threads if config.may_take_turns else ""
+    cores = ComputeCores(set_threads, config.launch.threads)
     loop = training_loop(
         loop_settings(config),
         step=step,
@@ -58,7 +59,7 @@ async def run(identity: Identity) -> None:
         checkpoints=checkpoints,
         restored=restored,
         at=lambda version: process_log.at(step=version, model_version=version),
-        use_cores=cores.use if config.may_take_turns else lambda shared: None,
+        use_cores=cores.use if set_threads else lambda shared: None,
         samples=samples,
     )
     freeze_gc()

@@ -6,10 +6,12 @@ import sys
 
 import httpx
 import pytest
+from fastapi import FastAPI, Request
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.config.recipe import load
 from pipelinerl.config.sections import MODELS
+from pipelinerl.controller import routes
 from pipelinerl.errors import AddressError, EngineUnreachable, UserError
 from pipelinerl.roles import engine_role
 from pipelinerl.roles.process import Identity
@@ -52,6 +54,38 @@ async def test_engine_process_exits_when_its_engine_stops_because_of_an_error(tm
             assert answer.status_code == 503
         with pytest.raises(EngineUnreachable, match="stopped by itself"):
             await asyncio.wait_for(role, READY_S)
+
+
+async def test_engine_of_a_type_in_a_file_registers_itself(tmp_path):
+    (tmp_path / "own.py").write_text("from pipelinerl.plugins.bigram.engine import from_options\n")
+    config = load(str(bigram_recipe(tmp_path / "bigram")), [f"engine.type={tmp_path}/own.py:from_options"])
+    offers, application = [], FastAPI()
+
+    @application.post(routes.ENGINES)
+    async def register(request: Request) -> dict[str, str]:
+        offers.append((await request.json())["type"])
+        return {"state": "joining"}
+
+    with in_thread(application) as url:
+        identity = Identity(run_dir=tmp_path, config=config, name="engine-0", controller_url=url)
+        role = asyncio.create_task(engine_role.run(identity))
+        async with asyncio.timeout(READY_S):
+            while not offers and not role.done():
+                await asyncio.sleep(0.05)
+        assert offers[:1] == [config.engine.type] and not role.done()
+        role.cancel()
+        await asyncio.wait([role])
+
+
+async def test_engine_process_ends_if_it_cannot_go_on_registering(tmp_path, monkeypatch):
+    async def fail(*_):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(engine_role, "_offer", fail)
+    config = load(str(bigram_recipe(tmp_path / "bigram")))
+    identity = Identity(run_dir=tmp_path, config=config, name="engine-0", controller_url="http://127.0.0.1:9")
+    with pytest.raises(KeyError, match="a bug"):
+        await asyncio.wait_for(engine_role.run(identity), READY_S)
 
 
 def test_engine_registers_an_address_that_other_machines_can_reach(outward):

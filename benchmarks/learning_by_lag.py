@@ -1,4 +1,4 @@
-"""Compare what runs learn per second under `staleness.mode = "auto"`, on policy and with fixed lags, with many seeds.
+"""Compare what runs learn per second under mode `auto`, on policy and with fixed lags, with many seeds.
 
 The learning is real: a bigram model, the trainer and objective of the project, group by group with the weights that
 sampled each answer. The time is simulated, since seconds of a shared machine would need far more seeds. A run answers

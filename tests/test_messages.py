@@ -327,6 +327,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             stale=[8],
             fresh_until=[(0, 5), (9, 7)],
             issued=12,
+            cores=[0, 1],
             rewind_to=3,
         ),
         {
@@ -343,6 +344,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
             "stale": [8],
             "fresh_until": [[0, 5], [9, 7]],
             "issued": 12,
+            "cores": [0, 1],
             "rewind_to": 3,
         },
     ),

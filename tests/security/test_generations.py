@@ -20,7 +20,6 @@ from inference_contract.weights import (
     MOST_GENERATION_STEP,
     MOST_VERSION,
     MOST_VERSION_STEP,
-    UpdatePhase,
     UpdateStatus,
 )
 from pipelinerl.engines.http.client import EngineClient
@@ -43,9 +42,9 @@ async def test_failed_join_of_another_weight_group_leaves_the_current_group_usab
     await setting.join(1)
     with pytest.raises(DeadlineExceeded):
         await setting.receiver.init_process_group(setting.joining(1000, timeout_s=0.3))
-    await setting.phase(UpdatePhase.PREPARE)
+    await setting.prepare()
     await setting.send()
-    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+    assert await setting.commit() is UpdateStatus.COMMITTED
     old, setting.trainer = setting.trainer, None
     await setting.join(2)  # generation 2 is accepted, although the failed join had generation 1000
     assert old is not None
@@ -55,9 +54,9 @@ async def test_trainer_forms_a_weight_group_with_an_engine_on_which_a_forged_joi
     forged = asyncio.create_task(setting.receiver.init_process_group(setting.joining(1000, timeout_s=2.0)))
     await asyncio.sleep(0.05)
     await setting.join(1)
-    await setting.phase(UpdatePhase.PREPARE)
+    await setting.prepare()
     await setting.send()
-    assert await setting.phase(UpdatePhase.COMMIT) is UpdateStatus.COMMITTED
+    assert await setting.commit() is UpdateStatus.COMMITTED
     with pytest.raises(DeadlineExceeded):
         await forged
 
@@ -75,8 +74,8 @@ async def test_engine_rejects_a_group_generation_epoch_or_weight_version_far_abo
     await setting.join(1)
     for far in ({"epoch": MOST_EPOCH_STEP + 1}, {"version": MOST_VERSION_STEP + 1}):
         with pytest.raises(InvalidRequest, match="at most"):
-            await setting.phase(UpdatePhase.PREPARE, **far)
-    await setting.phase(UpdatePhase.PREPARE)  # accepted, so the rejected requests have changed nothing
+            await setting.prepare(**far)
+    await setting.prepare()  # accepted, so the rejected requests have changed nothing
 
 
 def test_parameter_server_rejects_a_lower_or_far_higher_epoch_and_advises_a_restart():

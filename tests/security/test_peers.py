@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from inference_contract.errors import ContractError
-from inference_contract.weights import Backend, UpdatePhase, UpdateStatus
+from inference_contract.weights import Backend, UpdateStatus
 from pipelinerl import rng
 from pipelinerl.engines.weights.group_member import IN_PROCESS
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
@@ -107,12 +107,12 @@ class Peers:
         """
         self.generation, self.version = self.generation + 1, self.version + 1
         joined = self.setting.receiver.init_process_group(self.setting.joining(self.generation, timeout_s=PATIENCE_S))
-        rank_0 = await self.setting.met(self.generation, joined, timeout_s=PATIENCE_S)
+        rank_0 = await self.setting.met(self.generation, joined)
         about = {"version": self.version, "bucket_bytes": BUCKET_BYTES, "timeout_s": patience_s}
-        await self.setting.phase(UpdatePhase.PREPARE, **about, generation=self.generation, pieces_key=KEY)
+        await self.setting.prepare(**about, generation=self.generation, pieces_key=KEY)
         sending = in_background("send", lambda: self._send(rank_0, announced, pieces, sends_s))
         try:
-            return await self.setting.phase(UpdatePhase.COMMIT, **about)
+            return await self.setting.commit(**about)
         finally:
             await asyncio.wait({asyncio.wrap_future(sending)})
             rank_0.close()

@@ -32,33 +32,33 @@ async def setting():
 async def test_engine_rejects_weight_pieces_of_a_wrong_length_before_it_receives_the_first(setting):
     """If a piece is longer than the receiver expects, Gloo throws in its own thread, which would end the process."""
     await setting.join(1)
-    await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64, pieces_key=KEY)
+    await setting.prepare(bucket_bytes=64, pieces_key=KEY)
     sender, group = WeightSender(LAYOUT, lambda: iter(ARRAYS.items()), 128), setting.trainer
     deadline = time.monotonic() + PATIENCE_S
     in_background("send", lambda: sender.send(group, deadline=deadline, silence_s=PATIENCE_S, pieces_key=KEY))
     with pytest.raises(PeerLost, match="rank 0 is about to send pieces of"):
-        await setting.phase(UpdatePhase.COMMIT)
+        await setting.commit()
     assert not setting.target.current.any() and not setting.target.finished
 
 
 async def test_repeated_prepare_request_is_rejected_if_it_changes_the_bucket_size_or_the_pieces_key(setting):
     await setting.join(1)
-    await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64)
-    assert await setting.phase(UpdatePhase.PREPARE, bucket_bytes=64, timeout_s=9.0) is UpdateStatus.PREPARED
+    await setting.prepare(bucket_bytes=64)
+    assert await setting.prepare(bucket_bytes=64, timeout_s=9.0) is UpdateStatus.PREPARED
     for other in ({"bucket_bytes": 32}, {"pieces_key": KEY}):
         with pytest.raises(UpdateInProgress):
-            await setting.phase(UpdatePhase.PREPARE, **{"bucket_bytes": 64, **other})
+            await setting.prepare(**{"bucket_bytes": 64, **other})
 
 
 async def test_weight_update_aborted_before_its_broadcast_ends_without_waiting_for_peers(setting):
     """The engine has not entered a collective operation yet, so it need not wait for its peers to leave."""
     await setting.join(1)
-    await setting.phase(UpdatePhase.PREPARE, pieces_key=KEY, timeout_s=PATIENCE_S)
+    await setting.prepare(pieces_key=KEY, timeout_s=PATIENCE_S)
     began, old = time.monotonic(), setting.trainer
-    await setting.phase(UpdatePhase.ABORT)
+    await setting.abort()
     setting.trainer = None
     await setting.join(2)
-    await setting.phase(UpdatePhase.PREPARE, version=2, generation=2, timeout_s=PATIENCE_S)
+    await setting.prepare(version=2, generation=2, timeout_s=PATIENCE_S)
     assert time.monotonic() - began < SOON_S and old is not None
 
 

@@ -25,8 +25,9 @@ def recorded():
         runs = json.loads(path.read_text()).get("runs", ())
         for number, run in enumerate(each for each in runs if isinstance(each, dict)):
             place = path.stem, run.get("arm", ""), run.get("seed", number)
-            if "by_samples" in run:
-                curves[(*place, f"{run['cell']} {run['changes']}")] = run["by_samples"][1]
+            rewards = run["by_samples"][1] if "by_samples" in run else run.get("rewards")
+            if rewards:
+                curves[(*place, f"{run['cell']} {run['changes']}")] = rewards
             domains = run.get("domains")
             for name, each in domains.items() if isinstance(domains, dict) else ():
                 curves[(*place, name)] = each["rewards"]

@@ -107,13 +107,13 @@ class Setting:
         return joining(self.rendezvous.port, generation, **fields)
 
     async def join(self, generation=1):
-        await self.met(generation, self.receiver.init_process_group(self.joining(generation)))
+        self.trainer = await self.met(generation, self.receiver.init_process_group(self.joining(generation)))
 
     async def met(self, generation, joined):
-        """Join a group as rank 0, and await `joined`, the join of rank 1."""
+        """Join a group as rank 0, await `joined`, the join of rank 1, and return the group of rank 0."""
         own = rank(self.rendezvous, generation=generation)
         await joined
-        self.trainer = await asyncio.wrap_future(own)
+        return await asyncio.wrap_future(own)
 
     async def prepare(self, version=1, **fields):
         defaults = {"bucket_bytes": 64, "group": "g", "generation": 1, "layout": LAYOUT}
@@ -343,7 +343,7 @@ async def test_joining_a_group_does_not_block_the_event_loop(setting):
     for _ in range(10):
         await asyncio.sleep(0.005)
     assert not waiting.done()
-    await setting.met(1, waiting)
+    setting.trainer = await setting.met(1, waiting)
 
 
 class _Pull:

@@ -27,6 +27,7 @@ from starlette.responses import JSONResponse
 from benchmarks.processes import spawned
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
 from inference_contract.weights import WeightLayout
+from pipelinerl import registry
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
@@ -170,7 +171,7 @@ def engine_options(order: EngineOrder) -> EngineOptions:
 
 
 def _engine(order: EngineOrder, ends: list[float]) -> BatchingEngine:
-    library: Any = importlib.import_module(f"pipelinerl.engines.{order.library}.engine")
+    library: Any = importlib.import_module(registry.ENGINES[order.library].build.partition(":")[0])
     options = engine_options(order)
 
     def load() -> Any:

@@ -267,7 +267,9 @@ class TestReal:
     def test_vllm_engine_passes_the_conformance_kit(self, served):
         expected = Expected(model=served.folder, precision="float32")
         results = run(served.url, token="secret", timeout_s=PATIENCE_S, expected=expected)
-        assert {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED} == {}
+        reasons = {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED}
+        assert "did not fill the cache" in reasons.pop("preempted_samples_compute_as_others")
+        assert reasons == {}
 
     @pytest.mark.parametrize(
         "served",

@@ -405,11 +405,8 @@ def test_jax_engine_rejects_unsupported_models_and_options(options, tmp_path):
         jax_engine.from_options(replace(options, weights=WeightFormat.INT8))
     with pytest.raises(ModelError, match=r"the torch engine runs its model on one device, got engine\.devices=2"):
         torch_engine.from_options(replace(options, devices=2))
-    for engine, name in ((torch_engine, "torch"), (jax_engine, "JAX")):
-        with pytest.raises(
-            ModelError, match=rf"the {name} engine has no options, got engine\.options zzz; remove them"
-        ):
-            engine.from_options(replace(options, options={"zzz": 1}))
+    with pytest.raises(ModelError, match=r"the JAX engine has no options, got engine\.options zzz; remove them"):
+        jax_engine.from_options(replace(options, options={"zzz": 1}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(ModelError, match="'gpt2' is not supported"):
         jax_engine.load_runner(replace(options, model_path=tmp_path))

@@ -41,13 +41,6 @@ def test_engine_with_wrong_weights_after_an_update_is_caught_before_a_step_train
 
 
 @pytest.mark.slow
-def test_engine_that_reuses_prefixes_of_older_weights_is_caught(tmp_path):
-    events, (caught, *_) = events_of(tmp_path, "prefixes", ())
-    assert caught["model_version"] > 0, "with the first weights, its prefixes are right"
-    assert [each["url"] for each in events if each["kind"] == "engine_verified"].count(caught["url"]) == 1
-
-
-@pytest.mark.slow
 def test_engine_that_reports_shifted_log_probs_never_serves(tmp_path):
     events, failures = events_of(tmp_path, "shifted", ())
     verified = {each["url"] for each in events if each["kind"] == "engine_verified"}

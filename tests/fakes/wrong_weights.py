@@ -327,7 +327,6 @@ IN_RUNS: Final = {
     "norms": "two norms are exchanged",
     "layers": "two layers' q are exchanged",
     "half": "half of the layers are the last version's",
-    "prefixes": "prefixes outlive an update",
     "shifted": "log-probs shifted by one",
 }
 

@@ -275,7 +275,7 @@ class Launch:
 
     @property
     def _may_take_turns(self) -> bool:
-        # With several hosts, the controller listens at another address than loopback and lets nobody take turns.
+        # With several hosts, the controller does not listen on loopback; engines and trainer then take no turns.
         return self.config.may_take_turns and self.placement.head.address == LOCALHOST.address
 
     def _moves_to(self, own: Sequence[int] | None) -> Mapping[str, str]:

@@ -195,7 +195,7 @@ TRANSPORTS: Final = Components(
 #: Resources whose use `pipelinerl check` and `pipelinerl run` predict.
 NEEDS: Final = Components("prediction", NeedsComponent, {"memory": "pipelinerl.plugins.memory:COMPONENT"})
 
-#: What makes plain copies of models with quantised weights.
+#: Components that make plain copies of models with quantised weights.
 COPIES: Final = Components("kind of copy", CopyComponent, {"bf16": "pipelinerl.plugins.dequantise:COMPONENT"})
 
 #: What writes the report of a run; `build` is a function `(run_dir) -> list[Path]` that returns its files.

@@ -92,7 +92,7 @@ class Turns(msgspec.Struct, kw_only=True):
     have_begun: bool = True
     """False while turns have begun and older rollouts are trained: until then each has its own processors only."""
     seen: list[tuple[float, float]] = []
-    """Of the last steps of this way: seconds, and the least seconds of the other way."""
+    """For each of the last steps: its seconds, and the least seconds that the other way could take."""
     skips: int = 1
     """The steps that are not looked at, since a change takes effect during them."""
     before: tuple[float, float] | None = None

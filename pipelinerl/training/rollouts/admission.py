@@ -85,7 +85,7 @@ class Lineage:
 
 
 class Proof(StrEnum):
-    """Whether a group's engines have proven that they compute with the weights that sampled it."""
+    """State of the proof that a group's engines computed with the weights that they reported."""
 
     COMPLETE = "complete"
     AWAITED = "awaited"

@@ -94,7 +94,7 @@ class Batcher:
         self.doubted = set(doubted)
         """What engines sampled with a fault: base URL, epoch and version. A checkpoint keeps it."""
         self._sampled_again: dict[int, set[tuple[str, int, int]]] = {}
-        """What was doubted when a group was abandoned: of that, the group that is sampled again is accepted."""
+        """Versions that were in doubt when a group was abandoned; the group that is sampled again may have them."""
 
     @property
     def waiting(self) -> list[int]:

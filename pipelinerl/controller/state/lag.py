@@ -32,6 +32,9 @@ UNPRICED: Final = (
     "on policy: nothing in the objective corrects for lag or shows what it costs; to allow lag, use importance weights "
     "(objective ppo_tis or cispo, say), or set staleness.j"
 )
+#: A shrinks by this share of its distance to `too_few`, unless that is less than `_CLOSE`.
+_NARROWED: Final = 1 / 3
+_CLOSE: Final = 0.35
 #: How far `too_few` falls whenever it keeps A from shrinking.
 _FORGOTTEN: Final = 0.005
 #: Steps of which the median counts in `Turns`, of the way that the run takes, and of the other way when it is tried.
@@ -169,19 +172,22 @@ class LagRule(msgspec.Struct, kw_only=True):
         queue longer than ¾ of a step                A shrinks: orders would only age, whichever part is slow later
         trainer waits for more than the price p      A − 1 grows by the excess, unless orders queue in engines
         groups left over in each of four steps       A shrinks by the fewest groups left over
-        waits below p/2 where lag is dear            A shrinks by a tenth
+        waits below p/2 where lag is dear            A shrinks by a third of the way to the last A with long waits
+        trainer waits longer after A has shrunk      A returns to what it was
         publications hold the trainer                j grows while a rarer publication gains more than half a version
 
     The price p of one more version follows the cost c of a version of lag, as a share of a step's learning. c is
     estimated from the effective sample size (ESS) of the importance weights and the mean age of the trained tokens.
     """
 
-    steps: float = 2.0
+    steps: float = 3.0
     """A: the number of steps whose rollouts are in flight."""
     j: int = 1
     """The versions between two publications."""
     too_few: float = 0.0
-    """The last A with which the trainer waited too long: A shrinks to it only slowly while nothing is left over."""
+    """The last A with which the trainer waited too long: A does not come close to it while nothing is left over."""
+    enough: float = 0.0
+    """After A has shrunk, what it was before; 0 after other changes."""
     cost: float = 0.01
     """c: the share of a step's learning that one version of lag costs."""
     rest: int = 0
@@ -274,16 +280,21 @@ class LagRule(msgspec.Struct, kw_only=True):
         number, price = len(self.seen), self.price
         wait = sum(min(each.waited, 2.0) for each in self.seen) / number
         if queued > 0.75:
-            self.steps -= min(0.5, queued - 0.5)
+            self.steps, self.enough = self.steps - min(0.5, queued - 0.5), 0.0
         elif wait > price and queued <= 0.25 and number >= _STEPS_TO_GROW:
-            self.too_few = self.steps
-            self.steps = 1 + (self.steps - 1) * (1 + min(1.0, wait - price))
+            grown = 1 + (self.steps - 1) * (1 + min(1.0, wait - price))
+            self.too_few, self.steps, self.enough = self.steps, self.enough or grown, 0.0
         elif number >= _STEPS_TO_SHRINK:
             self.is_cold = False
-            shrinks = 0.1 if price > LEAST_PRICE and wait < price / 2 else 0.0
-            if self.steps - shrinks < self.too_few + 0.05:
-                shrinks, self.too_few = 0.0, self.too_few - _FORGOTTEN
-            self.steps -= max(min(each.left_over for each in self.seen), shrinks)
+            shrinks = min(each.left_over for each in self.seen)
+            if price > LEAST_PRICE and wait < price / 2:
+                room = self.steps - max(2.0, self.too_few)
+                if room < _CLOSE:
+                    self.too_few -= _FORGOTTEN
+                else:
+                    shrinks = max(shrinks, _NARROWED * room)
+            if shrinks > 0:
+                self.steps, self.enough = self.steps - shrinks, self.steps
             self._choose_j(price)
             self.seen = []
 

@@ -13,11 +13,11 @@ def noted(rule, *, steps=1, most=32.0, most_j=4, **figures):
 
 
 def begun(**fields):
-    return LagRule(**{"any_trained": True, "is_cold": False} | fields)
+    return LagRule(**{"any_trained": True, "is_cold": False, "steps": 2.0} | fields)
 
 
 def test_lag_grows_while_the_trainer_waits_and_rests_until_the_change_can_show():
-    rule = LagRule(is_cold=False)
+    rule = begun(any_trained=False)
     assert noted(rule, waited=9.0) == 2, "the first step waited for the start"
     assert noted(rule, waited=0.43) == 2, "one step may be an exception"
     assert noted(rule, waited=0.43) == pytest.approx(1 + 1.4)
@@ -27,7 +27,7 @@ def test_lag_grows_while_the_trainer_waits_and_rests_until_the_change_can_show()
 
 
 def test_rule_rests_less_until_four_steps_of_a_new_run_give_no_reason_to_grow():
-    rule = LagRule(any_trained=True)
+    rule = begun(is_cold=True)
     assert noted(rule, waited=0.53, steps=2) == pytest.approx(2.5)
     assert rule.rest == 2
     noted(rule, steps=6)
@@ -45,7 +45,17 @@ def test_lag_does_not_shrink_back_to_what_made_the_trainer_wait():
     noted(rule, waited=0.5, steps=2)
     assert (rule.too_few, rule.steps) == (3.0, pytest.approx(3.87, abs=0.01))
     noted(rule, steps=100)
-    assert 3.0 < rule.steps < 3.2
+    assert 3.0 < rule.steps < 3.35
+
+
+def test_lag_that_shrank_too_far_returns_to_what_it_was():
+    rule = begun(steps=5.0, cost=0.06)
+    assert noted(rule, steps=4) == 4, "a third of the way to two"
+    noted(rule, waited=0.5, steps=rule.rest)
+    assert noted(rule, waited=0.5, steps=2) == 5
+    assert rule.too_few == 4
+    noted(rule, waited=0.5, steps=rule.rest)
+    assert noted(rule, waited=0.5, steps=2) > 6, "it did not shrink before: the trainer waits for another reason"
 
 
 def test_lag_shrinks_by_the_groups_that_each_of_four_steps_left_over():

@@ -124,7 +124,7 @@ def test_simulated_run_with_a_slow_trainer_keeps_fewer_rollouts_in_flight_withou
     slow, fast = (replace(WHOLE, trainer=TrainerTimes(token_s=token_s)) for token_s in (6e-4, 2e-5))
     run = simulate(setting(1, 8, steps=80), slow)
     assert run.staleness_mean < 2.5 and run.trainer_wait < 0.05
-    assert run.in_flight < 2.3 * 8
+    assert run.in_flight < 2.5 * 8
     run = simulate(setting(1, 8, steps=80), fast)
     assert run.in_flight > 3.5 * 8, "engines that are too slow get all that may be in flight"
 

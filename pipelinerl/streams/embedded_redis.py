@@ -28,7 +28,6 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Self
@@ -44,16 +43,6 @@ from pipelinerl.system.machine import LOOPBACK, free_ports
 from pipelinerl.system.supervised_process import tied
 
 _PORT_ATTEMPTS: Final = 8
-
-
-class Fsync(StrEnum):
-    """Flush policy of the append-only file.
-
-    If the server is killed, `ALWAYS` loses no acknowledged write; `EVERY_SECOND` may lose the last two seconds.
-    """
-
-    ALWAYS = "always"
-    EVERY_SECOND = "everysec"
 
 
 #: File in the server's directory that the server removes when it ends on SIGTERM; after a crash it is still there.
@@ -76,10 +65,11 @@ def server_binary() -> Path:
     )
 
 
-def command(directory: Path, port: int, *, host: str = LOOPBACK, fsync: Fsync = Fsync.EVERY_SECOND) -> list[str]:
+def command(directory: Path, port: int, *, host: str = LOOPBACK, syncs_always: bool = False) -> list[str]:
     """Write the server's files into `directory` and return the command that runs it in the foreground.
 
     The server listens on `host` and always on loopback. A restart in the same directory has the same password and data.
+    If the server is killed, it may lose the writes of the last two seconds; none with `syncs_always`.
     """
     directory = directory.absolute()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -93,7 +83,7 @@ def command(directory: Path, port: int, *, host: str = LOOPBACK, fsync: Fsync = 
         f"requirepass {password.read_text()}",
         f"dir {_quoted(directory)}",
         "appendonly yes",
-        f"appendfsync {fsync.value}",
+        f"appendfsync {'always' if syncs_always else 'everysec'}",
         "no-appendfsync-on-rewrite no",
         "aof-load-truncated yes",
         'save ""',
@@ -155,12 +145,12 @@ class EmbeddedRedis:
         self,
         directory: Path,
         *,
-        fsync: Fsync = Fsync.EVERY_SECOND,
+        syncs_always: bool = False,
         timeout_s: float = 20.0,
         choose_ports: Callable[[int], Sequence[int]] = free_ports,
     ) -> None:
         self._directory = directory
-        self._fsync = fsync
+        self._syncs_always = syncs_always
         self._timeout_s = timeout_s
         self._choose_ports = choose_ports
         self._port: int | None = None
@@ -191,13 +181,21 @@ class EmbeddedRedis:
         if self._process is not None and self._port is not None and self._answers(self._process, self._port):
             return self
         ports = [self._port] if self._port is not None else list(self._choose_ports(_PORT_ATTEMPTS))
+        log = self._directory / "log"
         for port in ports:
-            if self._started(port):
+            argv = command(self._directory, port, syncs_always=self._syncs_always)
+            log.touch(mode=0o600)
+            written = log.stat().st_size
+            self._process = subprocess.Popen(tied(argv, "SIGTERM"), stdin=subprocess.DEVNULL)
+            if self._answers(self._process, port):
                 self._port = port
                 return self
+            log_end = _end_of(log, written)
+            if "in use" not in log_end:
+                raise UserError(f"the embedded stream server exited at startup: {log_end or 'its log is empty'}")
         raise AddressError(
             f"the embedded stream server could not use any of the ports {ports} on {LOOPBACK}; "
-            f"stop the processes that hold them, or see {self._directory / 'log'}"
+            f"stop the processes that hold them, or see {log}"
         )
 
     def stop(self) -> None:
@@ -217,19 +215,6 @@ class EmbeddedRedis:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-    def _started(self, port: int) -> bool:
-        argv = command(self._directory, port, fsync=self._fsync)
-        log = self._directory / "log"
-        log.touch(mode=0o600)
-        written = log.stat().st_size
-        self._process = subprocess.Popen(tied(argv, "SIGTERM"), stdin=subprocess.DEVNULL)
-        if self._answers(self._process, port):
-            return True
-        log_end = _end_of(log, written)
-        if "in use" in log_end:
-            return False
-        raise UserError(f"the embedded stream server exited at startup: {log_end or 'its log is empty'}")
 
     def _answers(self, process: subprocess.Popen[bytes], port: int) -> bool:
         """Wait until the server answers (True) or exits (False). After `timeout_s`, stop it; raise `DeadlineError`."""

@@ -94,9 +94,12 @@ class MemoryStream:
         shared = log.groups.setdefault(group, _Group())
 
         def mine() -> list[Entry]:
-            entries = self._abandoned(stream, shared, count, reclaim_idle_s)
-            if not entries:
-                entries = self._after(stream, shared.delivered, count)
+            latest = time.monotonic() - reclaim_idle_s
+            idle = sorted(held for held, pending in shared.pending.items() if pending.since <= latest)[:count]
+            entries = self._kept(stream, idle)
+            for trimmed in set(idle) - {parse_id(entry.entry_id) for entry in entries}:
+                del shared.pending[trimmed]
+            entries = entries or self._after(stream, shared.delivered, count)
             for entry in entries:
                 shared.delivered = max(shared.delivered, parse_id(entry.entry_id))
             return _deliver(shared.pending, consumer, entries)
@@ -164,15 +167,6 @@ class MemoryStream:
         start = bisect_right(log.ids, offset)
         kept = zip(log.ids[start : start + count], log.payloads[start : start + count], strict=True)
         return [Entry(stream, _text(entry_id), payload) for entry_id, payload in kept]
-
-    def _abandoned(self, stream: str, group: _Group, count: int, idle_s: float) -> list[Entry]:
-        """Return entries that were claimed `idle_s` or longer ago and not acknowledged; drop claims on trimmed ones."""
-        longest = time.monotonic() - idle_s
-        idle = sorted(held for held, pending in group.pending.items() if pending.since <= longest)[:count]
-        kept = self._kept(stream, idle)
-        for entry_id in set(idle) - {parse_id(entry.entry_id) for entry in kept}:
-            del group.pending[entry_id]
-        return kept
 
     def _kept(self, stream: str, ids: Sequence[_Id]) -> list[Entry]:
         log = self._logs.get(stream, _Log())

@@ -146,8 +146,8 @@ class RedisStream:
         except ValueError as error:
             sentence = f"a stream server's address must be redis://host:port, got {self._address}: {error}"
             raise AddressError(sentence) from None
-        for command in _RAW_ANSWERS:
-            self._client.set_response_callback(command, _as_it_came)
+        for command in _RAW_ANSWERS:  # redis-py's conversion to dictionaries costs more than the command itself
+            self._client.set_response_callback(command, lambda response, **_: response)
 
     async def connect(self) -> Self:
         """Check that the server answers, and evicts no entries.
@@ -158,23 +158,19 @@ class RedisStream:
         """
         try:
             await self._call("PING")
-            await self._refuse_eviction()
+            try:
+                policy = str((await self._call("INFO", "memory")).get("maxmemory_policy", ""))
+            except _RefusedError:  # the user may not read the server's settings
+                return self
+            if policy.startswith("allkeys"):  # policies `volatile-…` evict only keys that expire
+                raise AddressError(
+                    f"the stream server at {self._address} has the maxmemory-policy {policy}, which deletes rollouts "
+                    "when its memory is full; set maxmemory-policy to noeviction"
+                )
         except PipelineError:
             await self.close()
             raise
         return self
-
-    async def _refuse_eviction(self) -> None:
-        """Raise `AddressError` if the server evicts keys; policies `volatile-…` evict only keys that expire."""
-        try:
-            policy = str((await self._call("INFO", "memory")).get("maxmemory_policy", ""))
-        except _RefusedError:  # the user may not read the server's settings
-            return
-        if policy.startswith("allkeys"):
-            raise AddressError(
-                f"the stream server at {self._address} has the maxmemory-policy {policy}, which deletes rollouts when "
-                "its memory is full; set maxmemory-policy to noeviction"
-            )
 
     async def append(self, stream: str, payloads: Sequence[bytes], *, first_id: int | None = None) -> int:
         """Append as `Stream.append` does, but in one round trip per MiB."""
@@ -232,7 +228,11 @@ class RedisStream:
             except _RefusedError as error:
                 if not str(error).startswith("NOGROUP"):
                     raise
-                await self._create_group(key, group)
+                try:
+                    await self._call("XGROUP", "CREATE", key, group, "0", "MKSTREAM")
+                except _RefusedError as refused:
+                    if not str(refused).startswith("BUSYGROUP"):  # BUSYGROUP: another consumer has created the group
+                        raise
                 continue
             if entries or time.monotonic() >= deadline:
                 return entries
@@ -311,13 +311,6 @@ class RedisStream:
         pending = await self._call("XPENDING", key, group, first, last, _MAX_NUMBER, consumer)
         deliveries = {entry_id.decode(): count for entry_id, _, _, count in pending}
         return [replace(entry, deliveries=deliveries.get(entry.entry_id, 1)) for entry in entries]
-
-    async def _create_group(self, key: str, group: str) -> None:
-        try:
-            await self._call("XGROUP", "CREATE", key, group, "0", "MKSTREAM")
-        except _RefusedError as error:
-            if not str(error).startswith("BUSYGROUP"):  # BUSYGROUP: another consumer has created the group
-                raise
 
     def _entries(self, answer: list[Any] | None) -> list[Entry]:
         """Return the entries of an XREAD or XREADGROUP answer, [[key, [[id, [field, value]], …]], …] or None."""
@@ -416,11 +409,6 @@ def _outage_of(error: RedisError) -> str:
     states = [code for code, kind in _STATES.items() if kind is not None and isinstance(error, kind)]
     code = states[0] if states else found[1] if found else ""
     return f"rejects commands in its state {code} ({error})" if code else ""
-
-
-def _as_it_came(response: Any, **_: Any) -> Any:
-    """Return a response unchanged: redis-py's conversion to dictionaries costs more than the command itself."""
-    return response
 
 
 def _block(block_ms: int) -> tuple[Any, ...]:

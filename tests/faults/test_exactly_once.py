@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipelinerl.rng import generator
-from pipelinerl.streams.embedded_redis import EmbeddedRedis, Fsync
+from pipelinerl.streams.embedded_redis import EmbeddedRedis
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import decode_group, decode_message, encode_group, encode_message
 from pipelinerl.streams.redis_stream import open_stream
@@ -239,7 +239,7 @@ async def test_trainer_that_acknowledges_groups_after_the_checkpoint_trains_grou
 async def test_each_requested_group_is_trained_once_although_the_stream_server_is_killed(tmp_path):
     """With `appendfsync always`, everything acknowledged survives, including each reader's position."""
     random = generator(0, "kills")
-    with EmbeddedRedis(tmp_path, fsync=Fsync.ALWAYS) as server:
+    with EmbeddedRedis(tmp_path, syncs_always=True) as server:
         streams = await open_stream(server.url, namespace="run", timeout_s=PATIENCE_S)
         run = Run(streams, by_offset, seed=1, num_orders=400)
         async with asyncio.TaskGroup() as tasks:

@@ -76,19 +76,14 @@ def test_start_replaces_a_stream_server_that_is_dying(tmp_path):
         assert answers(server.url)
 
 
-def test_stream_server_uses_another_port_if_its_port_is_taken_by_another_process(tmp_path):
+def test_stream_server_uses_another_port_if_its_port_is_taken_and_fails_to_start_without_a_free_one(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         lost = taken.getsockname()[1]
         with EmbeddedRedis(tmp_path, choose_ports=lambda count: (lost, *free_ports(count - 1))) as server:
             assert answers(server.url)
             assert server.url != server_url(tmp_path, lost)
-
-
-def test_stream_server_without_a_free_port_fails_to_start(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        server = EmbeddedRedis(tmp_path, choose_ports=lambda count: (taken.getsockname()[1],) * count)
         with pytest.raises(AddressError, match="could not use any of the ports"):
-            server.start()
+            EmbeddedRedis(tmp_path, choose_ports=lambda _: [lost]).start()
 
 
 def test_stream_server_ends_when_its_parent_is_killed(tmp_path):
@@ -141,15 +136,6 @@ def test_redis_server_from_the_path_is_used_if_the_valkey_package_is_not_install
     other.write_text("")
     other.chmod(0o700)
     assert server_binary() == other
-
-
-def test_stream_server_started_by_its_shell_command_runs_in_the_foreground_until_terminated(tmp_path):
-    (port,) = free_ports(1)
-    with subprocess.Popen(command(tmp_path, port)) as process:
-        url = server_url(tmp_path, port)
-        wait_until(lambda: answers(url), "the server answers")
-        process.terminate()
-        assert process.wait(PATIENCE_S) == 0
 
 
 def test_second_stream_server_in_one_directory_is_rejected_until_the_first_has_ended(tmp_path):

@@ -5,9 +5,10 @@ import time
 
 import pytest
 
-from pipelinerl.errors import AddressError, FencedError
+from pipelinerl.errors import AddressError, FencedError, RecordError
+from pipelinerl.streams.records import decode_group, decode_message, encode_message
 from pipelinerl.streams.redis_stream import open_stream
-from pipelinerl.streams.stream import START, Fence, fresh_number, parse_id
+from pipelinerl.streams.stream import DEAD_LETTERS, START, DeadLetters, Fence, fresh_number, parse_id
 from tests.patience import PATIENCE_S, SOON_S
 
 
@@ -64,20 +65,12 @@ async def test_append_with_an_invalid_first_id_is_rejected(streams, first_id):
     assert await streams.length("s") == 0
 
 
-async def test_large_entry_ids_in_a_stream_stay_distinct(streams):
-    first = fresh_number(START)
-    assert await streams.append("s", [b"1", b"2", b"3"], first_id=first) == 3
-    assert [entry.entry_id for entry in await streams.read({"s": START}, count=9, block_s=0)] == [
-        f"{first}-0",
-        f"{first + 1}-0",
-        f"{first + 2}-0",
-    ]
-
-
-async def test_new_entry_ids_are_above_all_ids_in_the_stream(streams):
+async def test_fresh_entry_ids_are_distinct_and_above_all_ids_in_the_stream(streams):
     await streams.append("s", [b"by the server"])
     first = fresh_number(await streams.last_id("s"))
-    assert await streams.append("s", [b"by the producer"], first_id=first) == 1
+    assert await streams.append("s", [b"by the producer"] * 3, first_id=first) == 3
+    entries = await streams.read({"s": START}, count=9, block_s=0)
+    assert [entry.entry_id for entry in entries[1:]] == [f"{first + number}-0" for number in range(3)]
     assert fresh_number(f"{1 << 52}-7") == (1 << 52) + 1
 
 
@@ -97,18 +90,12 @@ async def test_malformed_stream_offset_is_rejected(streams, offset):
         await streams.read({"s": offset}, count=1, block_s=0)
 
 
-async def test_each_entry_is_claimed_by_only_one_consumer_of_a_group(streams):
+async def test_each_entry_is_claimed_by_only_one_consumer_of_each_group(streams):
     await streams.append("prompts", [b"%d" % number for number in range(7)])
     shares = [await claim(streams, consumer, count=3) for consumer in ("a", "b", "a", "b")]
     assert [len(share) for share in shares] == [3, 3, 1, 0]
-    assert sorted(payload for share in shares for payload in payloads(share)) == [b"%d" % n for n in range(7)]
-
-
-async def test_each_consumer_group_gets_every_entry(streams):
-    await streams.append("prompts", [b"1", b"2"])
-    for group in ("actors", "watchers"):
-        entries = await streams.claim("prompts", group=group, consumer="c", count=9, block_s=0, reclaim_idle_s=60)
-        assert payloads(entries) == [b"1", b"2"]
+    others = await streams.claim("prompts", group="watchers", consumer="a", count=9, block_s=0, reclaim_idle_s=60)
+    assert payloads(entry for share in shares for entry in share) == payloads(others) == [b"%d" % n for n in range(7)]
 
 
 async def test_entries_claimed_by_a_dead_consumer_are_claimed_again_before_new_entries(streams):
@@ -235,24 +222,20 @@ async def test_streams_are_listed_by_a_prefix_in_which_wildcards_have_no_special
     assert await streams.streams("rollouts:[") == ["rollouts:[x]"]
 
 
-async def test_reading_and_claiming_stream_entries_wait_no_longer_than_the_timeout_block_s(streams):
+async def test_reads_and_claims_wait_for_an_append_but_no_longer_than_block_s(streams):
+    async def wait_for_entries(block_s):
+        reader = streams.read({"other": START, "prompts": START}, count=9, block_s=block_s)
+        claimer = streams.claim("prompts", group="g", consumer="a", count=1, block_s=block_s, reclaim_idle_s=60)
+        return [payloads(entries) for entries in await asyncio.gather(reader, claimer)]
+
     started = time.monotonic()
-    assert await streams.read({"s": START}, count=1, block_s=0.15) == []
-    assert await claim_waiting(streams, 0.15) == []
-    assert 0.3 <= time.monotonic() - started < SOON_S
-
-
-async def claim_waiting(streams, block_s):
-    return await streams.claim("prompts", group="actors", consumer="a", count=1, block_s=block_s, reclaim_idle_s=60)
-
-
-async def test_append_wakes_waiting_readers(streams):
-    reader = asyncio.create_task(streams.read({"other": START, "prompts": START}, count=9, block_s=PATIENCE_S))
-    claimer = asyncio.create_task(claim_waiting(streams, PATIENCE_S))
+    assert await wait_for_entries(0.15) == [[], []]
+    assert 0.15 <= time.monotonic() - started < SOON_S
+    waiting = asyncio.create_task(wait_for_entries(PATIENCE_S))
     await asyncio.sleep(0.05)
     started = time.monotonic()
     await streams.append("prompts", [b"1"])
-    assert payloads(await reader) == payloads(await claimer) == [b"1"]
+    assert await waiting == [[b"1"], [b"1"]]
     assert time.monotonic() - started < SOON_S
 
 
@@ -280,3 +263,24 @@ async def test_error_for_an_unknown_url_scheme_of_the_stream_server_omits_the_ur
     with pytest.raises(AddressError, match="memory:// or redis://") as raised:
         await open_stream("amqp://user:secret@host", namespace="n")
     assert "secret" not in str(raised.value)
+
+
+async def test_unreadable_record_is_moved_to_the_dead_letter_stream(streams):
+    damaged = bytearray(encode_message("report", {"step": 1}))
+    damaged[20] ^= 1
+    await streams.append("rollouts:a0", [bytes(damaged), b"not a record"], first_id=7)
+    letters = DeadLetters(streams)
+    for entry in await streams.read({"rollouts:a0": START}, count=9, block_s=0):
+        with pytest.raises(RecordError) as raised:
+            decode_group(entry.payload)
+        await letters.bury(entry, raised.value)
+    assert letters.counts == {"rollouts:a0": 2}
+    kept = [decode_message(entry.payload) for entry in await streams.read({DEAD_LETTERS: START}, count=9, block_s=0)]
+    assert [message.kind for message in kept] == ["dead-letter"] * 2
+    assert kept[0].body == {
+        "stream": "rollouts:a0",
+        "entry_id": "7-0",
+        "reason": "the digest of a record does not match its content: it is damaged",
+        "payload": bytes(damaged),
+    }
+    assert kept[1].body["payload"] == b"not a record"

@@ -3,7 +3,6 @@
 import random
 
 import msgspec
-import pytest
 from hypothesis import given, settings, strategies as st
 
 from pipelinerl.config.sections import ElasticSection
@@ -22,8 +21,7 @@ from pipelinerl.controller.state.inputs_and_effects import (
 )
 from pipelinerl.controller.state.run_state import ElasticMemory, Figures, RunState
 from pipelinerl.enums import Elasticity
-from pipelinerl.errors import RecipeError
-from pipelinerl.messages import CanaryChecked, ConsumedReport, TrainerReady
+from pipelinerl.messages import CanaryChecked, ConsumedReport
 from tests.controller.world import controller, joins, published, ready, received, step_done
 
 RULE = ElasticSection(interval_s=2.0, patience=2, settle_s=10.0)
@@ -62,9 +60,6 @@ class Site:
 
     def _report(self, report):
         self.tell(received(report, now=self.now))
-
-    def _begin(self):
-        self._report(TrainerReady(report_id="ready", incarnation="1", model_version=0, consumed=ConsumedReport()))
 
     def settle_fleet(self):
         """Let requested engines join and pass their canary checks, and draining engines become idle and leave."""
@@ -193,29 +188,6 @@ def test_limits_on_the_number_of_engines_can_be_changed_during_a_run():
     assert site.pass_time(60)[-1] == 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"engines_max.torch": 2}, "unknown type 'torch'; types that elastic.types names are bigram"),
-        ({"engines_min.bigram": 9}, "engines_min.bigram and engines_max.bigram must be in order, .* got 9 and 6"),
-        ({"engines_max.bigram": 1.5}, "engines_max.bigram must be a whole number, got 1.5"),
-        ({"engines_max": 3}, "engines_max must be a table of whole numbers by engine type, got 3"),
-    ],
-)
-def test_invalid_limits_on_the_number_of_engines_are_rejected(changes, words):
-    site = Site(RULE, work=1.0)
-    with pytest.raises(RecipeError, match=words):
-        site.made.decide(KnobsPatched(now=1.0, changes=changes, who="me", time=1.0))
-    assert site.state.knobs.engines_max == {"bigram": 6}
-
-
-def test_run_without_elastic_engine_types_has_no_engine_limit_knobs():
-    made = controller()
-    assert not {"engines_min", "engines_max"} & made.state.knobs.to_json().keys()
-    with pytest.raises(RecipeError, match=r"unknown knob 'engines_max\.bigram'"):
-        made.state.knobs.patched({"engines_max.bigram": 1})
-
-
 def test_number_of_engines_is_unchanged_while_an_engine_joins_or_drains():
     site = Site(RULE, work=5.0)
     for _ in range(60):  # the requested engine does not join
@@ -249,19 +221,16 @@ def test_broken_engine_is_replaced_to_keep_the_minimum_number_of_engines():
     assert [record.name for record in site.state.fleet.records() if not record.to_stop] == ["engine-0", "engine-2"]
 
 
-def test_number_of_engines_stays_unchanged_while_the_run_ends():
-    site = Site(RULE, work=5.0)
-    site.tell(StopAsked(now=0.0, reason="enough"))
-    assert set(site.pass_time(60)) == {1}
-
-
-def test_engine_pinned_for_an_evaluation_is_not_removed_by_scaling():
+def test_engine_pinned_for_an_evaluation_is_not_removed_and_an_ending_run_is_not_scaled():
     site = Site(RULE, work=2.0)
     site.pass_time(60)
     site.state.fleet.pin("http://engine-1")
     site.work = 0.1
     site.pass_time(40)
     assert site.state.fleet.by_url["http://engine-1"].lifecycle is EngineLifecycle.HEALTHY
+    site.work = 5.0
+    site.tell(StopAsked(now=0.0, reason="enough"))
+    assert set(site.pass_time(60)) == {1}
 
 
 @settings(max_examples=5, deadline=None)

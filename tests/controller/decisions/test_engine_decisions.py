@@ -15,11 +15,10 @@ from pipelinerl.controller.state.inputs_and_effects import (
     EnginesRequested,
     EngineTimedOut,
     HealthCheckMissed,
-    Record,
     Ticked,
 )
-from pipelinerl.messages import CanaryChecked, GroupHandedOver, GroupOutdated
-from tests.controller.world import ENGINE, OTHER, World, controller, directives, joins, published, received, records
+from pipelinerl.messages import CanaryChecked, GroupOutdated
+from tests.controller.world import ENGINE, OTHER, World, controller, joins, published, received, records
 
 
 @pytest.fixture
@@ -66,15 +65,6 @@ def test_engine_that_fails_its_canary_on_two_versions_is_expelled(run):
     (canary_failed, _) = recorded(made, proof(run, version=1, mismatched={OTHER: "0.7 nats off"}))
     assert canary_failed[1]["lifecycle"] is EngineLifecycle.EXPELLED
     assert to_stop(made.state) == [], "the process keeps running, so that an operator can inspect it"
-
-
-def test_engine_that_did_not_answer_its_canary_is_retried_when_it_answers_a_poll(run):
-    made = run.controller
-    made.decide(joins(OTHER))
-    give_weights(run, ENGINE, OTHER)
-    assert recorded(made, proof(run, failed={OTHER: "gone"})) == [("engine_lost", {"url": OTHER, "reason": "gone"})]
-    sent = directives(made.decide(EngineAnswered(now=0.0, url=OTHER)))
-    assert [(directive.publish_to, directive.to_verify) for directive in sent] == [([OTHER], [OTHER])]
 
 
 def test_replaced_engine_drains_as_soon_as_its_replacement_has_passed_the_canary_check(run):
@@ -153,18 +143,6 @@ def test_replaced_engine_is_drained_only_once_even_if_its_address_is_reused(run)
     assert [lifecycle(made, url) for url in (ENGINE, OTHER)] == [EngineLifecycle.HEALTHY, EngineLifecycle.HEALTHY]
 
 
-def test_joining_replacement_drains_no_engine_if_the_replaced_engine_was_removed_before(run):
-    made = run.controller
-    made.decide(joins(ENGINE))
-    made.decide(EnginesRequested(now=0.0, type="torch", replaces=ENGINE, grace_s=9.0))
-    made.decide(EngineRemoved(now=0.0, engine=ENGINE))
-    for url, name in ((ENGINE, "engine-2"), (OTHER, "engine-1")):
-        made.decide(joins(url, "2", name=name))
-    give_weights(run, ENGINE, OTHER)
-    recorded(made, proof(run, worst={ENGINE: 1e-6, OTHER: 1e-6}))
-    assert lifecycle(made, ENGINE) is EngineLifecycle.HEALTHY
-
-
 def test_drained_engine_is_expelled_and_its_process_is_stopped_when_it_has_become_idle(run):
     made = run.controller
     made.decide(joins(OTHER, name="engine-1"))
@@ -186,6 +164,7 @@ def test_draining_a_dead_engine_expels_it_immediately(run):
 
 def test_request_for_an_engine_can_be_cancelled_and_its_name_is_never_reused(run):
     made = run.controller
+    made.decide(joins(OTHER, name="engine-3"))  # started by an operator
     made.decide(EnginesRequested(now=0.0, type="torch", count=2))
     made.decide(EngineRemoved(now=0.0, engine="engine-1"))
     assert [(request.name, request.wanted) for request in made.state.engine_requests] == [
@@ -194,14 +173,7 @@ def test_request_for_an_engine_can_be_cancelled_and_its_name_is_never_reused(run
     ]
     assert to_stop(made.state) == ["engine-1"]
     made.decide(EnginesRequested(now=0.0, type="torch"))
-    assert made.state.engine_requests[-1].name == "engine-3", "a name is given once"
-
-
-def test_requested_engine_never_gets_the_name_of_an_engine_that_was_started_manually(run):
-    made = run.controller
-    made.decide(joins(OTHER, name="engine-2"))
-    made.decide(EnginesRequested(now=0.0, type="torch", count=2))
-    assert [request.name for request in made.state.engine_requests] == ["engine-1", "engine-3"]
+    assert made.state.engine_requests[-1].name == "engine-4", "a name is given once"
 
 
 def test_removing_a_name_that_two_engines_share_expels_both_engines_but_ends_no_process(run):
@@ -212,16 +184,11 @@ def test_removing_a_name_that_two_engines_share_expels_both_engines_but_ends_no_
     assert to_stop(made.state) == [], "the launcher's engine-0 is the other one"
 
 
-def test_engine_that_missed_a_health_check_finishes_its_requests_but_gets_no_new_ones(run):
-    made = run.controller
-    assert recorded(made, HealthCheckMissed(now=0.0, url=ENGINE)) == [("engine_suspect", {"url": ENGINE})]
-    assert (made.state.fleet.serving(), made.state.fleet.finishing()) == ([], [ENGINE])
-    assert recorded(made, EngineAnswered(now=0.0, url=ENGINE)) == [("engine_back", {"url": ENGINE})]
-    assert made.state.fleet.serving() == [ENGINE]
-
-
 def test_frozen_engine_is_left_out_of_publications_and_named_until_it_has_caught_up(run):
     made, state = run.controller, run.state
+    assert recorded(made, HealthCheckMissed(now=0.0, url=ENGINE)) == [("engine_suspect", {"url": ENGINE})]
+    assert (state.fleet.serving(), state.fleet.finishing()) == ([], [ENGINE])
+    assert recorded(made, EngineAnswered(now=0.0, url=ENGINE)) == [("engine_back", {"url": ENGINE})]
     made.decide(joins(OTHER, name="engine-1"))
     give_weights(run, ENGINE, OTHER)
     made.decide(proof(run, worst={OTHER: 0.0}))
@@ -238,17 +205,6 @@ def test_frozen_engine_is_left_out_of_publications_and_named_until_it_has_caught
     give_weights(run, OTHER, version=1)
     made.decide(proof(run, version=1, worst={OTHER: 0.0}))
     assert state.fleet.serving() == [ENGINE, OTHER] and OTHER not in waiting_for(state, now=9.0)
-
-
-def test_group_handed_over_between_engines_is_logged_and_leaves_the_group_counts_unchanged(run):
-    before = run.state.account.ledger()
-    (record,) = run.controller.handle(
-        GroupHandedOver(order_id="prompt-000003", index=3, tokens_kept=90, tokens_resampled=8), now=0.0
-    )
-    assert record == Record(
-        "group_handed_over", {"order_id": "prompt-000003", "tokens_kept": 90, "tokens_resampled": 8}
-    )
-    assert run.state.account.ledger() == before
 
 
 def test_group_that_an_actor_drops_as_too_old_counts_once_as_stale_and_is_replaced(run):

@@ -147,27 +147,20 @@ def test_evaluation_problems_in_flight_are_limited_to_the_pinned_engines_capacit
     assert {order.engine for order in orders} == {OTHER}
 
 
-def test_time_limit_for_postponing_weight_updates_counts_from_the_first_postponed_update():
-    """A step may take longer than the time limit, and no weight update is due before the step ends."""
-    run = evaluating(engines=(ENGINE,), k=2)
-    run.give(Ticked(now=70.0))
-    for _ in range(2000):
-        run.act()
-    evaluation = run.state.evaluations.current
-    assert evaluation is not None and not evaluation.given_up and evaluation.held_since is not None
-
-
 def test_evaluation_that_postpones_weight_updates_is_abandoned_at_its_time_limit():
+    """The limit counts from the first postponed update: a step may take longer than the limit."""
     run = evaluating(engines=(ENGINE,), k=2)
     at = run.state.evaluations.current.model_version
+    run.give(Ticked(now=70.0))
+    assert run.state.evaluations.current.held_since is None
     for _ in range(2000):
         run.act()
     assert run.loaded[ENGINE] == at
     assert run.version == at + 2, "training goes on as far as its rollouts are fresh"
     assert "updates are postponed" in waiting_for(run.state, now=0.0)
-    run.give(Ticked(now=59.0))
+    run.give(Ticked(now=run.state.evaluations.current.held_since + 59.0))
     assert holds_updates(run.state)
-    run.give(Ticked(now=61.0))
+    run.give(Ticked(now=run.state.evaluations.current.held_since + 61.0))
     assert results(run)[-1].incomplete == "updates were postponed for 60 s (evaluation.hold_s)"
     assert run.directive.publish_to == [ENGINE]
     run.publish()

@@ -23,7 +23,6 @@ from pipelinerl.controller.state.inputs_and_effects import (
 from pipelinerl.controller.state.run_state import RunPhase
 from pipelinerl.enums import NoSignal
 from pipelinerl.messages import (
-    CanaryChecked,
     CheckpointDelayed,
     Checkpointed,
     ConsumedReport,
@@ -80,7 +79,10 @@ def ends(made, given):
     return (sent[-1] if sent else None), next((effect for effect in effects if isinstance(effect, Finish)), None)
 
 
-def test_run_saves_and_ends_when_its_only_engine_refuses_weights_permanently():
+def test_run_saves_and_ends_only_when_its_only_engine_refuses_weights_permanently():
+    made = begun().controller
+    assert ends(made, failed_to_publish(made, {ENGINE: "was lost at prepare"}, permanent=[])) == (None, None)
+    assert made.state.fleet.by_url[ENGINE].lifecycle is EngineLifecycle.DIRTY
     made = begun().controller
     stop, finish = ends(made, failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE]))
     assert made.state.fleet.by_url[ENGINE].lifecycle is EngineLifecycle.EXPELLED
@@ -99,12 +101,6 @@ def test_failing_or_suspended_run_waits_for_its_trainer_to_save_only_up_to_a_tim
     assert ends(made, Ticked(now=29.0)) == (None, None)
     _, finish = ends(made, Ticked(now=31.0))
     assert finish.end is end
-
-
-def test_transient_refusal_of_weights_does_not_end_the_run():
-    made = begun().controller
-    assert ends(made, failed_to_publish(made, {ENGINE: "was lost at prepare"}, permanent=[])) == (None, None)
-    assert made.state.fleet.by_url[ENGINE].lifecycle is EngineLifecycle.DIRTY and not made.state.failing.reason
 
 
 def test_run_ends_only_when_the_last_engine_that_may_still_serve_has_refused_weights_permanently():
@@ -128,39 +124,6 @@ def test_run_goes_on_while_an_engine_that_was_expelled_for_failures_may_return()
     assert 1.0 < returns_at < made.settings.run.engine_timeout_s
     made.decide(EngineRegistered(now=returns_at, url=OTHER, incarnation="1"))
     assert fleet.by_url[OTHER].lifecycle is EngineLifecycle.JOINING and not made.state.failing.reason
-
-
-def test_engine_that_refused_weights_permanently_may_join_again_after_a_restart():
-    run = begun()
-    made = run.controller
-    run.give(joins(ENGINE))
-    run.give(EngineRegistered(now=0.0, url=OTHER))
-    made.decide(failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE]))
-    made.decide(joins(ENGINE, "2", now=1.0))
-    record = made.state.fleet.by_url[ENGINE]
-    assert (record.lifecycle, record.refuses) == (EngineLifecycle.JOINING, False)
-
-
-def test_run_ends_when_its_only_engine_fails_the_canary_twice():
-    made = begun().controller
-    for version in (0, 1):
-        made.state.fleet.by_url[ENGINE] = _joining(made)
-        state = made.state
-        state.fleet.on_published(ENGINE, version, membership=state.fleet.membership)
-        report = CanaryChecked(
-            epoch=state.epoch,
-            model_version=version,
-            membership=state.fleet.membership,
-            worst={},
-            mismatched={ENGINE: "another tokenizer"},
-        )
-        stop, _ = ends(made, received(report))
-        assert (stop is not None) is (version == 1)
-    assert made.state.failing.reason.endswith("another tokenizer")
-
-
-def _joining(made):
-    return replace(made.state.fleet.by_url[ENGINE], lifecycle=EngineLifecycle.JOINING)
 
 
 def test_run_without_an_engine_ends_after_the_time_limit():
@@ -331,13 +294,6 @@ def test_groups_with_equal_rewards_raise_only_an_alarm_if_the_recipe_trains_on_t
     assert kinds(without_signal(made, NoSignalGroups(), NoSignalGroups(wrong=800))) == []
     made.state.version += CALM_STEPS
     assert kinds(made.controller.decide(Ticked(now=CALM_S))) == ["alarm_cleared"]
-
-
-def test_groups_with_equal_rewards_after_the_last_step_do_not_change_the_reason_why_the_run_ends():
-    made = serving()
-    made.state.version = made.controller.settings.run.steps
-    assert kinds(without_signal(made, NoSignalGroups(right=400), NoSignalGroups(right=400))) == []
-    assert finish(made.state, made.controller.settings).reason == "all 20 steps are done"
 
 
 # --- suspended --------------------------------------------------------------------------------------------------------

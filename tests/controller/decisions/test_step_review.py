@@ -68,16 +68,16 @@ def test_verifier_metrics_of_a_step_are_summed_over_all_actors_since_the_previou
     assert step["by_domain"]["a"]["verified"] > 0, "the counters of a restarted actor begin at 0"
 
 
-def test_alarm_is_raised_once_and_cleared_once(state):
-    cut = {"a": {"rollouts": 100.0, "truncated": 0.5}}
-    fine = {"a": {"rollouts": 100.0, "truncated": 0.0}}
-    alarms = [taken(state, version, by_domain=cut)[1:] for version in range(1, 11)]
-    assert [len(each) for each in alarms] == [0, 0, 0, 0, 0, 0, 1, 0, 0, 0]
-    (alarm,) = alarms[6]
-    assert (alarm["kind"], alarm["alarm"], alarm["domain"], alarm["step"]) == ("alarm", "truncated", "a", 7)
-    assert state.watched.alarms.keys() == {"truncated:a"}
-    alarms = [taken(state, version, by_domain=fine)[1:] for version in range(11, 21)]
-    assert [each["kind"] for events in alarms for each in events] == ["alarm_cleared"] and not state.watched.alarms
+def test_alarm_of_a_domain_is_raised_once_and_cleared_once(state):
+    events = []
+    for version in range(1, 21):
+        share = 0.5 if version < 11 else 0.0
+        events += taken(state, version, by_domain={"a": {"rollouts": 100.0, "truncated": share}})[1:]
+    assert [(each["kind"], each["alarm"], each["domain"]) for each in events] == [
+        ("alarm", "truncated", "a"),
+        ("alarm_cleared", "truncated", "a"),
+    ]
+    assert events[0]["step"] == 7 and "50% of the answers of a" in events[0]["what"]
 
 
 #: Per row: whether the condition holds at each step, the seconds per step, and the events, as kind and step.
@@ -148,28 +148,47 @@ def test_run_that_learns_raises_no_alarm():
     assert raised([]) == set() and raised(steps(4, entropy=0.0)) == set()
 
 
+def lengthening(length):
+    return [*steps(20), *steps(5, length=length)]
+
+
+def discarding(tokens, count=WINDOW):
+    return steps(count, trained=Sampled(100.0, 10_000.0), stale=Sampled(tokens / 200, tokens))
+
+
+#: Steps of a run, and whether the alarm is raised if it was not raised before, and if it was.
+THRESHOLDS = {
+    "entropy": [
+        (steps(entropy=0.121), False, False),
+        (steps(entropy=0.119), False, True),
+        (steps(entropy=0.101), False, True),
+        (steps(entropy=0.099), True, True),
+        (steps(entropy=None), False, False),
+    ],
+    "length": [
+        (lengthening(159.0), False, False),
+        (lengthening(161.0), False, True),
+        (lengthening(199.0), False, True),
+        (lengthening(201.0), True, True),
+        (lengthening(201.0)[1:], False, False),  # too few steps to compare with
+    ],
+    "discard": [
+        (discarding(39.0), False, False),
+        (discarding(41.0), False, True),
+        (discarding(50.0), False, True),
+        (discarding(51.0), True, True),
+        (discarding(999.0, WINDOW - 1), False, False),  # one group is no tendency
+    ],
+}
+
+
 @pytest.mark.parametrize(
-    ("entropy", "before", "stands"),
-    [(0.101, False, False), (0.099, False, True), (0.119, True, True), (0.121, True, False)],
+    ("kind", "made", "first", "again"), [(kind, *row) for kind, rows in THRESHOLDS.items() for row in rows]
 )
-def test_entropy_alarm_is_raised_at_its_threshold(entropy, before, stands):
-    key = "entropy:"
-    assert (key in raised(steps(entropy=entropy), before=(key,) if before else ())) is stands
-
-
-def test_entropy_alarm_is_not_raised_before_the_reference_steps_are_complete():
-    assert raised(steps(entropy=0.0), first=FIRST[:-1]) == set()
-    assert raised(steps(entropy=None)) == set()
-
-
-@pytest.mark.parametrize(
-    ("length", "before", "stands"),
-    [(199.0, False, False), (201.0, False, True), (161.0, True, True), (159.0, True, False)],
-)
-def test_length_alarm_is_raised_at_its_threshold(length, before, stands):
-    made = [*steps(20), *steps(5, length=length)]
-    assert ("length:" in raised(made, before=("length:",) if before else ())) is stands
-    assert raised(made[1:], before=("length:",)) == set(), "not before there are steps to compare with"
+def test_alarm_of_the_run_is_raised_at_its_threshold_and_cleared_below_it(kind, made, first, again):
+    key = f"{kind}:"
+    assert (key in raised(made), key in raised(made, before=(key,))) == (first, again)
+    assert key not in raised(made, first=FIRST[:-1]) or kind != "entropy", "the reference steps are incomplete"
 
 
 @pytest.mark.parametrize(
@@ -192,31 +211,13 @@ def test_length_alarm_is_raised_at_its_threshold(length, before, stands):
         ("unjudged", 3, 3, False, False),
     ],
 )
-def test_truncation_and_staleness_alarms_are_raised_at_their_thresholds(kind, seen, bad, before, stands):
+def test_alarm_of_a_domain_is_raised_at_its_threshold_and_cleared_below_it(kind, seen, bad, before, stands):
     counts = (
         DomainCounts(groups=seen - bad, stale=bad) if kind == "stale" else DomainCounts(rollouts=seen, **{kind: bad})
     )
     key = f"{kind}:sums"
     made = steps(domains={"sums": counts, "words": DomainCounts(rollouts=1000, groups=1000)})
     assert raised(made, before=(key,) if before else ()) == ({key} if stands else set())
-
-
-def test_alarm_messages_contain_the_measured_values_and_a_remedy():
-    made = steps(entropy=0.01, domains={"sums": DomainCounts(rollouts=50, truncated=25, groups=5, stale=20)})
-    messages = {alarm.kind: alarm.what for alarm in alarms_of(made, first_entropies=FIRST, raised={})}
-    assert "50% of the answers of sums" in messages["truncated"] and "training.truncated" in messages["truncated"]
-    assert "80% of the groups of sums" in messages["stale"]
-    assert "0.01 nats" in messages["entropy"] and "only 50%" in messages["entropy"]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "before", "stands"), [(50.0, False, False), (51.0, False, True), (41.0, True, True), (39.0, True, False)]
-)
-def test_discard_alarm_is_raised_over_a_whole_window(tokens, before, stands):
-    trained = Sampled(100.0, 10_000.0)
-    made = steps(trained=trained, stale=Sampled(tokens / 200, tokens))
-    assert ("discard:" in raised(made, before=("discard:",) if before else ())) is stands
-    assert raised(steps(WINDOW - 1, trained=trained, stale=Sampled(9.0, 999.0))) == set(), "one group is no tendency"
 
 
 def test_discarding_long_answers_shows_in_the_ratio_of_lengths(state):

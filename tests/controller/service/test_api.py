@@ -16,7 +16,7 @@ from pipelinerl.controller.state.lag import Turns
 from pipelinerl.errors import EngineUnreachable
 from pipelinerl.messages import DIRECTIVES
 from pipelinerl.observability.events import EventLog
-from pipelinerl.observability.status import RunStatus, StatusPhase
+from pipelinerl.observability.status import RunStatus
 from pipelinerl.streams.memory_stream import MemoryStream
 from tests.controller.service.test_service import running, served, service_on, step
 from tests.controller.world import ENGINE, controller
@@ -38,17 +38,6 @@ async def http(run):
     transport = httpx.ASGITransport(create_api(run.service, token=TOKEN))
     async with httpx.AsyncClient(transport=transport, base_url="http://controller", headers=headers) as client:
         yield client
-
-
-async def test_status_route_describes_a_waiting_and_a_training_run(run, http):
-    status = RunStatus.from_json((await http.get("/status")).content)
-    assert (status.phase, status.waiting_for) == (StatusPhase.STARTING, "an engine to join")
-    await run.start()
-    await run.tell(step(1))
-    status = RunStatus.from_json((await http.get("/status")).content)
-    assert (status.run, status.phase, status.step, status.epoch) == ("test", StatusPhase.TRAINING, 1, 1)
-    assert [(engine.url, engine.state) for engine in status.fleet.engines] == [(ENGINE, "healthy")]
-    assert status.ledger.trained == 2
 
 
 async def test_status_names_a_full_disk_and_an_outage_of_the_stream_server_as_the_blocker(tmp_path):
@@ -174,36 +163,34 @@ def from_host(run, host):
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "127.0.1.1", "localhost", "0.0.0.0", "[::1]", "[::]", "[::ffff:127.0.0.1]"]
 )
-async def test_loopback_engine_may_only_join_from_the_controllers_own_machine(run, host):
+async def test_loopback_engine_or_verifier_may_only_join_from_the_controllers_own_machine(run, host):
     """Engines on different machines with the same loopback address would replace each other repeatedly."""
     offer = {"url": f"http://{host}:8001", "incarnation": "1"}
     async with from_host(run, "10.0.0.7") as away:
-        refused = await away.post("/engines", json=offer)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (422, "url")
-    assert refused.json()["error"]["message"].endswith(
-        "start the engine with --host and an address at which other machines reach it"
-    )
-    assert run.state.fleet.records() == []
+        for path, what in (("/engines", "engine"), ("/verifiers", "verifier")):
+            refused = await away.post(path, json=offer | {"domains": {"words": "r1"}})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (422, "url")
+            assert f"start the {what} with --host" in refused.json()["error"]["message"]
+        assert run.state.fleet.records() == []
+        for url in ("http://10.0.0.7:8001", "http://[fd00::7]:8001", "http://gpu-1.lab:8001"):
+            assert (await away.post("/engines", json={"url": url})).status_code == 200
     for here in ("127.0.0.1", "::1", "::ffff:127.0.0.1"):
         async with from_host(run, here) as local:
             assert (await local.post("/engines", json=offer)).json() == {"state": "joining"}
 
 
-async def test_registration_of_an_engine_that_does_not_answer_is_rejected_immediately(run, http):
+@pytest.mark.parametrize("incarnation", ["", "1"], ids=["added by an operator", "offers itself"])
+async def test_registration_of_an_engine_that_does_not_answer_or_hangs_is_rejected(run, http, monkeypatch, incarnation):
     """Without this check, only the next publication would notice the dead engine, and would delay all other engines."""
-    run.probe.answer = EngineUnreachable("connection refused")
-    refused = await http.post("/engines", json={"url": ENGINE})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (422, "url")
-    assert refused.json()["error"]["message"] == "url: no engine answers there: connection refused"
-    own = await http.post("/engines", json={"url": ENGINE, "incarnation": "1"})
-    assert (own.status_code, run.state.fleet.records()) == (422, []), "nor may one offer itself unreachably"
-
-
-async def test_registration_of_an_engine_that_hangs_is_rejected_within_seconds(run, http, monkeypatch):
     monkeypatch.setattr(api, "_PROBE_S", 0.05)
+    offer = {"url": ENGINE, "incarnation": incarnation}
+    run.probe.answer = EngineUnreachable("connection refused")
+    dead = await http.post("/engines", json=offer)
     run.probe.off.add(ENGINE)
-    refused = await http.post("/engines", json={"url": ENGINE, "incarnation": "1"})
-    assert refused.json()["error"]["message"] == "url: no engine answers there: no answer within 0.05 s"
+    hanging = await http.post("/engines", json=offer)
+    reasons = {dead: "connection refused", hanging: "no answer within 0.05 s"}
+    for refused, reason in reasons.items():
+        assert refused.status_code == 422 and refused.json()["error"]["message"].endswith(f"answers there: {reason}")
     assert run.state.fleet.records() == []
 
 
@@ -214,20 +201,6 @@ async def test_launcher_counts_as_present_while_it_polls_the_status(run, http):
     assert not (await http.get("/engines")).json()["has_launcher"]
     await http.get("/status", headers={"x-who": LAUNCHER})
     assert (await http.get("/engines")).json()["has_launcher"]
-
-
-async def test_engine_must_wait_to_join_if_earlier_processes_at_its_url_died_before_passing_a_canary(run, http):
-    answers = [(await http.post("/engines", json={"url": ENGINE, "incarnation": f"{life}"})).json() for life in "1234"]
-    assert [answer["state"] for answer in answers] == ["joining", "joining", "waiting", "waiting"]
-    assert 0 < answers[-1]["again_s"] <= 1.0
-    assert len(run.events("engine_joined")) == 2
-
-
-@pytest.mark.parametrize("url", ["http://10.0.0.7:8001", "http://[fd00::7]:8001", "http://gpu-1.lab:8001"])
-async def test_engine_of_another_machine_joins_with_its_own_address(run, url):
-    async with from_host(run, "10.0.0.7") as away:
-        assert (await away.post("/engines", json={"url": url})).status_code == 200
-    assert run.state.fleet.members() == [url]
 
 
 @pytest.mark.parametrize(
@@ -377,35 +350,16 @@ async def test_invalid_registration_of_a_verifier_service_is_rejected(http, wron
     assert answer.status_code == 422 and answer.json()["error"]["param"].startswith(next(iter(wrong)))
 
 
-async def test_verifier_of_another_machine_with_a_loopback_address_is_rejected(run):
-    async with from_host(run, "10.1.2.3") as away:
-        offer = {"url": "http://127.0.0.1:8200", "incarnation": "1", "domains": {"words": "r1"}}
-        refused = await away.post("/verifiers", json=offer)
-    assert refused.status_code == 422 and "start the verifier with --host" in refused.json()["error"]["message"]
-
-
 def test_verifier_lease_ends_if_it_is_not_renewed_or_the_service_is_withdrawn():
     now = [0.0]
     leases = VerifierLeases(lambda: now[0])
-    leases.offer(lease("http://a:1"))
-    now[0] = LEASE_S - 1
-    leases.offer(lease("http://b:1"))
-    assert [each.url for each in leases.current()] == ["http://a:1", "http://b:1"]
-    now[0] = LEASE_S
-    assert [each.url for each in leases.current()] == ["http://b:1"]
-    leases.offer(lease("http://b:1", life="2"))
-    now[0] = 2 * LEASE_S - 1
-    assert leases.current() == (lease("http://b:1", life="2"),)
-    leases.withdraw("http://unknown:1")
-    leases.withdraw("http://b:1")
-    assert leases.current() == ()
-
-
-def test_number_of_verifier_services_is_limited():
-    now = [0.0]
-    leases = VerifierLeases(lambda: now[0])
     assert all(leases.offer(lease(f"http://a:{port}")) for port in range(1, MOST_SERVICES + 1))
+    now[0] = LEASE_S - 1
     assert not leases.offer(lease("http://b:1")) and len(leases.current()) == MOST_SERVICES
     assert leases.offer(lease("http://a:1", life="2")), "one of them goes on"
     now[0] = LEASE_S
-    assert leases.offer(lease("http://b:1")), "the other leases have expired"
+    assert leases.current() == (lease("http://a:1", life="2"),)
+    assert leases.offer(lease("http://b:1"))
+    leases.withdraw("http://unknown:1")
+    leases.withdraw("http://b:1")
+    assert [each.url for each in leases.current()] == ["http://a:1"]

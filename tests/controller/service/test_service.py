@@ -262,28 +262,25 @@ async def test_restarted_run_never_reuses_an_epoch_number(tmp_path):
 
 
 async def test_engine_that_stops_answering_is_lost_and_rejoins_later(tmp_path):
-    async with running(tmp_path) as run:
-        await run.start()
-        run.probe.answer = EngineUnreachable("connection refused")
-        await run.until(lambda: run.events("engine_lost"))
-        assert run.state.fleet.members() == []
-        assert run.events("engine_lost")[0]["reason"] == "connection refused"
-        run.probe.answer = FACTS
-        await run.until(lambda: run.state.fleet.members() == [ENGINE])
-        await run.until(lambda: run.stream_length(DIRECTIVES) == 2)
-        assert (await run.directives())[-1].publish_to == [ENGINE], "it is given weights without waiting for a step"
-
-
-async def test_status_lists_incidents_also_those_before_the_controller_restarted(tmp_path):
     stream = MemoryStream()
     async with running(tmp_path, stream) as run:
         await run.start()
         run.probe.answer = EngineUnreachable("connection refused")
         await run.until(lambda: run.events("engine_lost"))
+        assert run.state.fleet.members() == []
         lost = run.service.status().incidents[0]
         assert (lost.kind, lost.what, lost.ongoing) == ("engine_lost", f"{ENGINE}: connection refused", True)
+        run.probe.answer = FACTS
+        await run.until(lambda: run.state.fleet.members() == [ENGINE])
+        await run.until(lambda: run.stream_length(DIRECTIVES) == 2)
+        assert (await run.directives())[-1].publish_to == [ENGINE], "it is given weights without waiting for a step"
+        await run.service.perform(EngineRemoved(now=0.0, engine=ENGINE))
+        await run.until(lambda: not run.service.watch.load(ENGINE).metrics.running_sequences)
+        polls_before, ticks = run.probe.polls[ENGINE], len(run.events("engines"))
+        await run.until(lambda: len(run.events("engines")) > ticks + 3)
+        assert run.probe.polls[ENGINE] == polls_before, "an expelled engine is not polled"
     async with running(tmp_path, stream) as run:
-        assert run.service.status().incidents[0].kind == "engine_lost"
+        assert run.service.status().incidents[0].kind == "engine_lost", "also of the time before a restart"
 
 
 async def test_unreachable_machine_does_not_delay_polls_of_other_engines(tmp_path):
@@ -328,18 +325,6 @@ async def test_slow_engine_is_named_in_an_event_and_in_the_assignment_of_actors(
         assert named == ["slow: 0.25 of the fleet's speed"]
 
 
-async def test_expelled_engine_is_not_polled(tmp_path):
-    async with running(tmp_path) as run:
-        await run.start()
-        await run.until(lambda: run.service.watch.load(ENGINE).metrics.running_sequences)
-        await run.service.perform(EngineRemoved(now=0.0, engine=ENGINE))
-        await run.until(lambda: not run.service.watch.load(ENGINE).metrics.running_sequences)
-        polls_before, ticks = run.probe.polls[ENGINE], len(run.events("engines"))
-        await run.until(lambda: len(run.events("engines")) > ticks + 3)
-        assert run.probe.polls[ENGINE] == polls_before
-        assert run.service.status().fleet.engines[0].slots == 0, "it has no load"
-
-
 @pytest.mark.parametrize("elastic", [None, ElasticSection()], ids=["fixed number of engines", "elastic"])
 async def test_load_of_engines_is_journaled_only_in_runs_with_elastic_scaling(tmp_path, elastic):
     async with running(tmp_path, engines_min={"bigram": 0}, engines_max={"bigram": 2}, elastic=elastic) as world:
@@ -351,19 +336,14 @@ async def test_load_of_engines_is_journaled_only_in_runs_with_elastic_scaling(tm
 
 
 @pytest.mark.parametrize("nonsense", [{"slots": 1.5}, {"generated_tokens_total": float("nan")}])
-async def test_invalid_engine_metrics_do_not_stop_the_run(tmp_path, nonsense):
-    async with running(tmp_path) as run:
-        await run.start()
-        run.probe.answer = nonsense
-        await run.until(lambda: run.events("engine_lost"))
-        assert not run.task.done()
-
-
-async def test_unknown_engine_metrics_are_ignored(tmp_path):
+async def test_unknown_engine_metrics_are_ignored_and_invalid_ones_do_not_stop_the_run(tmp_path, nonsense):
     async with running(tmp_path) as run:
         run.probe.answer = FACTS | {"temperature_of_the_room": 21.5}
         await run.start()
         await run.until(lambda: run.service.watch.load(ENGINE).metrics.running_sequences == 2)
+        run.probe.answer = nonsense
+        await run.until(lambda: run.events("engine_lost"))
+        assert not run.task.done()
 
 
 async def test_controller_applies_the_effects_of_each_decision_before_it_makes_the_next_one(tmp_path, monkeypatch):

@@ -42,13 +42,6 @@ def test_evaluation_accuracy_covers_only_problems_with_a_verdict():
     assert result.at_least == pytest.approx(2 / 4), "who could not be judged says nothing, who failed is wrong"
 
 
-def test_problem_without_a_verdict_counts_as_answered():
-    ongoing = evaluation(2)
-    ongoing.add(0, answer(0, correct=1), now=1.0)
-    ongoing.add(1, answer(1, judged=0), now=1.0)
-    assert (result_of(ongoing).accuracy, result_of(ongoing).unjudged, result_of(ongoing).incomplete) == (1.0, 1, "")
-
-
 def test_evaluation_problem_that_fails_is_retried_up_to_the_limit():
     ongoing = evaluation(2, attempts=3)
     assert ongoing.add(0, None, now=1.0) and ongoing.add(0, None, now=2.0)
@@ -86,12 +79,6 @@ def test_answer_not_sampled_by_the_pinned_weights_is_retried_up_to_the_limit(oth
     assert (result.accuracy, result.unjudged, result.discarded, result.one_version) == (1.0, 1, 4, True)
     assert result.incomplete == "1 of 2 problems had no answer"
     assert (result.version_min, result.version_max, result.steps_meanwhile) == (5, 5, 4)
-
-
-def test_evaluation_that_pins_no_model_version_accepts_answers_of_any_version():
-    ongoing = evaluation(1)
-    assert not ongoing.add(0, answer(0, correct=1, versions=(3, 8), epoch=2), now=1.0)
-    assert result_of(ongoing).accuracy == 1.0 and not result_of(ongoing).one_version
 
 
 def test_number_of_evaluation_problems_in_flight_stays_within_the_given_limit():
@@ -159,19 +146,6 @@ def test_evaluation_set_with_all_answers_is_complete_even_if_another_evaluation_
     easy, hard = ongoing.results()
     assert (easy.accuracy, easy.incomplete) == (None, "no answer came")
     assert (hard.accuracy, hard.at_least, hard.incomplete) == (1.0, 1.0, "")
-
-
-def test_each_question_number_of_an_evaluation_maps_to_one_problem_of_one_evaluation_set():
-    plan = of_two_sets().plan
-    assert [(one_set.name, place) for one_set, place in map(plan.question, range(4))] == [
-        ("easy", 0),
-        ("easy", 1),
-        ("hard", 0),
-        ("hard", 1),
-    ]
-    assert plan.of(["hard"]).question(1)[1] == 1
-    with pytest.raises(IndexError, match="a plan of 4 problems has no question 4"):
-        plan.question(4)
 
 
 def shown(number, index):

@@ -206,23 +206,6 @@ def test_update_report_from_before_an_engines_restart_is_ignored(fleet):
     assert fleet.without_weights() == [B] and lifecycle(fleet, B) is EngineLifecycle.JOINING
 
 
-def test_engine_that_fails_its_canary_gets_the_next_version_and_is_expelled_if_it_fails_again(fleet):
-    fleet.on_published(B, 3, membership=fleet.membership)
-    assert fleet.canary_failed(B, 3, "0.5 nats off", membership=fleet.membership)
-    assert lifecycle(fleet, B) is EngineLifecycle.DIRTY and fleet.members() == [A]
-    assert not fleet.answered(B, version=3), "the same weights again would be no update"
-    fleet.join("http://c", "1")
-    assert (fleet.members(), fleet.to_verify()) == ([A, "http://c"], ["http://c"]), (
-        "an engine that has no weights yet is still updated"
-    )
-    assert fleet.answered(B, version=4) and fleet.members() == [A, B, "http://c"]
-    assert fleet.without_weights() == [B, "http://c"]
-    fleet.on_published(B, 4, membership=fleet.membership)
-    assert fleet.canary_failed(B, 4, "0.5 nats off", membership=fleet.membership)
-    assert lifecycle(fleet, B) is EngineLifecycle.EXPELLED
-    assert fleet.by_url[B].last_error == "0.5 nats off"
-
-
 def test_engine_that_fails_its_canary_is_retried_immediately_if_no_other_engine_serves(fleet):
     fleet.canary_failed(B, 3, "x", membership=fleet.membership)
     assert not fleet.answered(B, version=3)
@@ -238,32 +221,12 @@ def test_engine_that_failed_its_canary_is_retried_immediately_by_a_new_trainer(f
     assert fleet.answered(B, version=3)
 
 
-def test_engine_that_never_answers_its_canary_is_expelled_after_repeated_failures(fleet):
-    for failures in range(1, fleet.updates_to_expulsion + 1):
-        assert lifecycle(fleet, B) is EngineLifecycle.JOINING
-        fleet.on_published(B, 3, membership=fleet.membership)
-        assert fail(fleet, B, "its canary was refused: 400") and fleet.by_url[B].failed_updates == failures
-        fleet.answered(B, version=3)
-    assert (
-        lifecycle(fleet, B) is EngineLifecycle.EXPELLED and fleet.by_url[B].last_error == "its canary was refused: 400"
-    )
-
-
 def test_repeated_registration_of_an_engine_only_updates_its_name_and_type(fleet):
     before = (fleet.membership, fleet.records())
     assert not fleet.join(A, "1") and not fleet.join(A) and not fleet.join(B, "1")
     assert (fleet.membership, fleet.records()) == before
     fleet.join(A, "1", name="engine-0", type="torch")
     assert (fleet.by_url[A].name, fleet.by_url[A].type, fleet.serving()) == ("engine-0", "torch", [A])
-
-
-def test_engine_added_by_an_operator_keeps_serving_when_its_process_registers_too():
-    fleet = Fleet()
-    assert fleet.join(A)
-    serve(fleet, A, 1)
-    assert not fleet.join(A, "1")
-    assert fleet.serving() == [A]
-    assert fleet.join(A, "2")
 
 
 def test_engine_whose_updates_fail_repeatedly_is_expelled_and_its_registrations_are_ignored(fleet):
@@ -291,13 +254,6 @@ def test_expelled_engine_is_readmitted_by_an_operator_or_after_its_restart(fleet
     assert fleet.members() == [B] and not fleet.join(A, "1") and fleet.by_url[A].to_stop
     assert fleet.join(A, incarnation)
     assert lifecycle(fleet, A) is EngineLifecycle.JOINING and not fleet.by_url[A].to_stop
-
-
-def test_engine_that_restarts_while_draining_is_expelled(fleet):
-    assert fleet.drain(A, now=1.0, by=5.0) and not fleet.drain(A, now=2.0, by=9.0)
-    assert fleet.finishing() == [A, B] and fleet.is_draining(A)
-    assert fleet.join(A, "2") and not fleet.join(A, "2")
-    assert lifecycle(fleet, A) is EngineLifecycle.EXPELLED and fleet.by_url[A].to_stop
 
 
 def test_engine_that_misses_updates_because_of_other_engines_is_never_expelled(fleet):
@@ -345,6 +301,8 @@ def test_permanently_expelled_engine_is_not_readmitted_until_its_process_restart
             fleet.answered(B, version=version + 1)
     assert not fleet.join(B, "1", now=1.0) and not fleet.join(B, "1", now=9999.0)
     assert lifecycle(fleet, B) is EngineLifecycle.EXPELLED
+    assert fleet.by_url[B].refuses is (reason != "removed")
+    assert fleet.join(B, "2") and lifecycle(fleet, B) is EngineLifecycle.JOINING and not fleet.by_url[B].refuses
 
 
 def test_engine_waits_longer_to_rejoin_after_each_process_that_died_before_passing_a_canary(fleet):
@@ -373,15 +331,6 @@ def test_engine_that_never_passed_a_canary_is_retried_at_growing_intervals():
     assert waits == [0, 1, 2, 4, 8, 16, 32, 60]
     serve(fleet, A, 1)
     assert fail(fleet, A) and fleet.answered(A, version=2, now=now), "one that has proven itself is tried at once"
-
-
-def test_suspect_engine_keeps_its_weights_and_serves_again_when_it_answers(fleet):
-    before = fleet.membership
-    assert fleet.on_missed_poll(A) and not fleet.on_missed_poll(A) and not fleet.on_missed_poll(B)
-    assert (fleet.serving(), fleet.verified(), fleet.finishing()) == ([], [A], [A, B])
-    fleet.on_published(A, 4, membership=fleet.membership)
-    assert fleet.answered(A, version=4) and fleet.serving() == [A] and fleet.oldest_loaded() == 4
-    assert fleet.membership == before
 
 
 def test_suspect_engine_is_left_out_while_another_engine_is_healthy(fleet):

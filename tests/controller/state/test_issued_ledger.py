@@ -81,15 +81,6 @@ def test_resumed_ledger_reissues_the_groups_that_had_not_ended():
     assert balanced(resumed)
 
 
-def test_resumed_ledger_does_not_issue_a_group_again_that_was_trained_after_the_snapshot():
-    """The trainer's report names groups that the snapshot of the ledger does not contain."""
-    resumed, ledger = IssuedLedger(cursor=4), ConsumedLedger()
-    ledger.settle([0, 1, 2, 3, 6], GroupOutcome.TRAINED)
-    resumed.update(consumed(ledger))
-    assert (resumed.cursor, resumed.reissue) == (7, [4, 5])
-    assert balanced(resumed)
-
-
 def test_ledger_reissues_only_those_lost_groups_that_were_in_flight():
     account, ledger = IssuedLedger(), ConsumedLedger()
     for _ in range(6):
@@ -103,15 +94,10 @@ def test_ledger_reissues_only_those_lost_groups_that_were_in_flight():
     assert balanced(account)
 
 
-def test_share_of_filtered_groups_is_estimated_as_zero_at_first():
-    share = FilteredShare()
-    assert (share.share, share.expected(10, waiting=3, most=4.0)) == (0.0, 10)
-    share.note_step(trained=1, filtered=1)
-    assert 0 < share.share < 0.2, "one step is no evidence yet"
-
-
 def test_estimate_of_the_share_of_filtered_groups_converges_and_follows_changes():
     share = FilteredShare()
+    share.note_step(trained=1, filtered=1)
+    assert 0 < share.share < 0.2, "one step is no evidence yet"
     for _ in range(100):
         share.note_step(trained=8, filtered=24)
     assert share.share == pytest.approx(0.75, abs=0.05)

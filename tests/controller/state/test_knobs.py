@@ -39,6 +39,7 @@ def test_domain_weights_can_be_patched_individually_or_as_a_table():
     assert both.domain_weights == {"math": 0.0, "code": 3.0}
 
 
+LIMITS = {"engines_min": {"bigram": 1}, "engines_max": {"bigram": 6}}
 MIXED = {"group_sizes": {"a": 16, "b": 6}, "rollouts_per_step": 17}
 
 
@@ -78,7 +79,14 @@ MIXED = {"group_sizes": {"a": 16, "b": 6}, "rollouts_per_step": 17}
         ),
         ({"rollouts_per_step": 15}, "rollouts_per_step must be at least the largest group size, 16, got 15", MIXED),
         ({"rollouts_per_step": 19}, "rollouts_per_step must be at most 18, the capacity", MIXED | {"max_groups": 3}),
-        *(({name: 1}, "unknown knob", {}) for name in ("q", "group_sizes", "max_groups", "", "__class__")),
+        *(
+            ({name: 1}, "unknown knob", {})
+            for name in ("q", "group_sizes", "max_groups", "", "__class__", "engines_max.b")
+        ),
+        ({"engines_max.torch": 2}, "unknown type 'torch'; types that elastic.types names are bigram", LIMITS),
+        ({"engines_min.bigram": 9}, "engines_min.bigram and engines_max.bigram must be in order, from 0", LIMITS),
+        ({"engines_max.bigram": 1.5}, "engines_max.bigram must be a whole number, got 1.5", LIMITS),
+        ({"engines_max": 3}, "engines_max must be a table of whole numbers by engine type, got 3", LIMITS),
     ],
 )
 def test_invalid_knob_patch_is_rejected_with_one_sentence(change, sentence, before):
@@ -111,8 +119,4 @@ def test_meaningless_knob_values_get_a_short_error(name, value):
 def test_groups_per_step_is_rollouts_per_step_divided_by_the_mean_group_size(sizes, rollouts, groups):
     made = knobs(domain_weights={"a": 1.0, "b": 1.0}, group_sizes=sizes, rollouts_per_step=rollouts)
     assert made.groups_per_step == groups
-
-
-def test_mixed_group_sizes_need_no_multiple_and_follow_live_weights():
-    assert knobs(**MIXED).patched({"domain_weights.a": 0}).groups_per_step == 3
-    assert knobs(max_groups=50).patched({"rollouts_per_step": 100}).groups_per_step == 50
+    assert made.patched({"domain_weights.a": 0}).groups_per_step == rollouts // sizes["b"], "it follows live weights"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from pipelinerl.controller.decisions.step_review import (
     COLLAPSE,
@@ -42,49 +42,42 @@ def guard(state: RunState, *, now: float) -> list[Effect]:
     rewards, watched = state.watched.rewards, state.watched
     alarm = None
     if is_collapsed(rewards, state.evaluations.results):
+        fall = rewards.in_words()
+        if not fall:
+            known = [each for each in state.evaluations.results if _is_usable(each)]
+            best = max(known, key=lambda each: each.accuracy or 0.0)
+            fall = (
+                f"the held-out accuracy of version {known[-1].model_version} is {known[-1].accuracy:.1%}; it was "
+                f"{best.accuracy:.1%} at version {best.model_version} and {known[0].accuracy:.1%} at first"
+            )
         cause = likely_cause(watched.recent, watched.first_entropies)
-        alarm = Alarm("collapse", f"collapse: {rewards.in_words() or _in_words(state)}; {cause}")
+        alarm = Alarm("collapse", f"collapse: {fall}; {cause}")
     return settle_alarm(watched, COLLAPSE, alarm, step=state.version, now=now, raise_after=1)
 
 
 def is_collapsed(rewards: RewardHistory, results: Sequence[EvaluationResult]) -> bool:
     """Return whether the run is collapsed; `results` are its evaluations, oldest first."""
-    accuracies = [_Accuracy(each.low, each.accuracy, each.high) for each in results if _is_usable(each)]
-    if len(accuracies) >= 3 and all(_is_lost(accuracies[:-late], accuracies[-late]) for late in (1, 2)):
+    usable = [each for each in results if _is_usable(each)]
+    if len(usable) >= 3 and all(_is_lost(usable[:-late], usable[-late]) for late in (1, 2)):
         return True
     if not rewards.is_collapsed:
         return False
     # An evaluation of weights from before the fall does not contradict it.
     since = rewards.recent[0][0]
-    newer = any(_is_usable(each) and each.model_version >= since for each in results)
-    return not newer or _is_lost(accuracies[:-1], accuracies[-1])
-
-
-def _in_words(state: RunState) -> str:
-    known = [each for each in state.evaluations.results if _is_usable(each)]
-    best = max(known, key=lambda each: each.accuracy or 0.0)
-    return (
-        f"the held-out accuracy of version {known[-1].model_version} is {known[-1].accuracy:.1%}; it was "
-        f"{best.accuracy:.1%} at version {best.model_version} and {known[0].accuracy:.1%} at first"
-    )
-
-
-class _Accuracy(NamedTuple):
-    low: Any
-    mean: Any
-    high: Any
+    return all(each.model_version < since for each in usable) or _is_lost(usable[:-1], usable[-1])
 
 
 def _is_usable(result: EvaluationResult) -> bool:
     return result.place == 0 and not result.incomplete and None not in (result.low, result.accuracy, result.high)
 
 
-def _is_lost(before: Sequence[_Accuracy], newest: _Accuracy) -> bool:
-    """Return whether the newest accuracy is below the first one, or has lost much of a gain, by their intervals."""
+def _is_lost(before: Sequence[Any], newest: Any) -> bool:
+    """Return whether the newest result is below the first one, or has lost much of a gain, by their intervals."""
     if not before:
         return False
-    first, best = before[0], max(before, key=lambda each: each.mean)
-    lost_gain = best.low > first.high and newest.mean <= best.mean - LOST * (best.mean - first.mean)
+    first, best = before[0], max(before, key=lambda each: each.accuracy)
+    gain = best.accuracy - first.accuracy
+    lost_gain = best.low > first.high and newest.accuracy <= best.accuracy - LOST * gain
     return newest.high < first.low or (lost_gain and newest.high < best.low)
 
 

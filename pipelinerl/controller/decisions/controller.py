@@ -34,15 +34,15 @@ the trainer drops a second group of an order, and a repeated report receives the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from pipelinerl import messages
+from pipelinerl import messages, rng
 from pipelinerl.controller.decisions import collapse, elastic, engine_decisions, evaluator
 from pipelinerl.controller.decisions.directives import directive, ending, publication_due, repeated
 from pipelinerl.controller.decisions.giving_up import finish, give_up, progress_mark, refused, suspend, waiting_for
-from pipelinerl.controller.decisions.prompt_orders import training_order
 from pipelinerl.controller.decisions.step_review import COLLAPSE, note_outdated, note_stages, step_taken
 from pipelinerl.controller.state.inputs_and_effects import (
     AnyInput,
@@ -58,7 +58,7 @@ from pipelinerl.controller.state.inputs_and_effects import (
     SuspendAsked,
     Ticked,
 )
-from pipelinerl.controller.state.issued_ledger import IssuedLedger
+from pipelinerl.controller.state.issued_ledger import IssuedLedger, SentOrder
 from pipelinerl.controller.state.knobs import KnobChange
 from pipelinerl.controller.state.lag import UNPRICED, StepFigures, largest_j
 from pipelinerl.controller.state.reward_history import RewardHistory
@@ -73,7 +73,7 @@ from pipelinerl.controller.state.run_state import (
 from pipelinerl.enums import OnCollapse, Overdue
 from pipelinerl.messages import Directive, Report
 from pipelinerl.staleness import LOCKSTEP
-from pipelinerl.types import IssuedAt, Problem, PromptOrder, Purpose, Quota
+from pipelinerl.types import DomainSampling, IssuedAt, Problem, PromptOrder, Purpose, Quota
 
 
 class Controller:
@@ -187,7 +187,7 @@ class Controller:
             case messages.GroupFailed():
                 return self._group_failed(report, now=now)
             case messages.GroupOutdated():
-                self.state.account.give_up(report.index, report.issued_at)
+                self.state.account.fail(report.index, report.issued_at, is_stale=True)
                 note_outdated(self.state, report)
                 fields = {"order_id": report.order_id, "oldest": report.oldest, "current": report.current}
                 return [Record("group_outdated", fields), *self._ended(report.index)]
@@ -260,15 +260,8 @@ class Controller:
             sampled_at_once=self._sampled_at_once,
             ahead=self._ahead,
         ):
-            index = self.state.account.next_index()
-            order = training_order(
-                self.settings,
-                index,
-                self._problem_of(index),
-                temperature=self.state.knobs.temperature,
-                issued_at=IssuedAt(self.state.epoch, self.state.version),
-            )
-            self.state.account.note_sent(order)
+            order = self._training_order(account.next_index())
+            account.sent[order.index] = SentOrder(order.sampling.num_samples, order.issued_at)
             out, rollouts = out + 1, rollouts + order.sampling.num_samples
             orders.append(order)
         if not orders:
@@ -277,14 +270,36 @@ class Controller:
         name, waits = f"issued-e{self.state.epoch}-{orders[-1].index}", self.settings.overdue is Overdue.WAIT
         return [*(self._unsolicited(name) if waits else []), IssuePrompts(orders)]
 
-    def _problem_of(self, index: int) -> Problem:
-        """Return the problem of prompt order `index`: the mixture's next problem, skipping recently solved ones."""
-        weights, quota = self.state.domain_weights_of(index), self.state.quota_of(index)
-        return self.state.cooldown.choose(
+    def _training_order(self, index: int) -> PromptOrder:
+        """Return order `index`, for the mixture's next problem that is not resting.
+
+        It depends only on the index, the run's seed, its state and the knobs. A domain's own group size, temperature,
+        length and stop strings override those of the run and the knob `temperature`.
+        """
+        state, settings = self.state, self.settings
+        weights, quota = state.domain_weights_of(index), state.quota_of(index)
+        problem = state.cooldown.choose(
             index,
             lambda ahead: self._training_problem(index, weights, quota, ahead),
-            version=self.state.version,
-            frontier=self.state.account.consumed.frontier,
+            version=state.version,
+            frontier=state.account.consumed.frontier,
+        )
+        common, own = settings.sampling, settings.by_domain.get(problem.domain, DomainSampling())
+        return PromptOrder(
+            order_id=f"prompt-{index:06d}",
+            index=index,
+            purpose=Purpose.TRAINING,
+            problem=problem,
+            sampling=replace(
+                common,
+                num_samples=own.group_size or common.num_samples,
+                temperature=state.knobs.temperature if own.temperature is None else own.temperature,
+                max_tokens=own.max_tokens or common.max_tokens,
+                stop=common.stop if own.stop is None else own.stop,
+            ),
+            seed=rng.key(settings.run.seed, "sampling", index),
+            chat_template_kwargs=own.chat_template_kwargs,
+            issued_at=IssuedAt(state.epoch, state.version),
         )
 
     def _expected_rollouts(self, out: int, rollouts: int) -> int:

@@ -84,6 +84,11 @@ def directive(
     recipients = sorted([*state.fleet.to_update(), *state.fleet.pinned()]) if last else list(publish_to)
     stepped = answers.startswith(f"e{state.epoch}-step-")
     checkpoint = stop or saves or (stepped and state.version % settings.checkpoint_interval_steps == 0)
+    # Pairs (order, step): groups of orders from this one on are fresh enough to train until this step. There are none
+    # if steps do not wait for groups that are still being sampled, or if k is infinite.
+    waits = settings.overdue is Overdue.WAIT
+    bounded = waits and not math.isinf(state.knobs.k)
+    fresh_until = [(first, loaded + int(state.knobs.k)) for first, loaded in state.loaded_from] if bounded else []
     record = state.checkpoint_record() if checkpoint else None
     if record is not None and settings.run.on_collapse is OnCollapse.REWIND and not state.rewind.done:
         record["good_version"] = state.good_version  # it must stay, so that the run can return
@@ -103,8 +108,8 @@ def directive(
         checkpoint=checkpoint,
         stop=stop,
         controller_state=record,
-        fresh_until=_fresh_until(state, settings),
-        issued=state.account.cursor if settings.overdue is Overdue.WAIT else 0,
+        fresh_until=fresh_until,
+        issued=state.account.cursor if waits else 0,
         cores=list(turn_cores(state, settings)),
         rewind_to=None if stop else state.rewind.to,
     )
@@ -131,14 +136,3 @@ def repeated(answer: Directive, state: RunState, settings: ControllerSettings) -
         issued=current.issued,
         cores=current.cores,
     )
-
-
-def _fresh_until(state: RunState, settings: ControllerSettings) -> list[tuple[int, int]]:
-    """Return pairs (order index, step): groups of orders from this index on are fresh enough to train until this step.
-
-    A pair applies up to the index of the next pair. Empty if steps do not wait for groups that are still being sampled,
-    or if the staleness bound k is infinite.
-    """
-    if settings.overdue is Overdue.DROP or math.isinf(state.knobs.k):
-        return []
-    return [(first, loaded + int(state.knobs.k)) for first, loaded in state.loaded_from]

@@ -110,7 +110,11 @@ def canary_checked(state: RunState, report: CanaryChecked, *, now: float) -> lis
     for url, worst in report.worst.items():
         if fleet.on_verified(url, version, membership=membership):
             effects.append(Record("engine_verified", {"url": url, "model_version": version, "worst": worst}))
-            effects += _drain_replaced(state, url, now=now)
+            name = fleet.by_url[url].name
+            for request in state.engine_requests:
+                if request.name == name and request.replaces and request.wanted:
+                    _cancel_replacement(state, request.replaces)
+                    effects += drain(state, request.replaces, now=now, grace_s=request.grace_s)
     for url, reason in report.mismatched.items():
         if fleet.canary_failed(url, version, reason, membership=membership):
             fields = {"url": url, "model_version": version, "reason": reason, "lifecycle": fleet.by_url[url].lifecycle}
@@ -177,16 +181,6 @@ def _join_of(state: RunState, url: str) -> list[Effect]:
 
 def _loss_of(url: str, reason: str) -> list[Effect]:
     return [Record("engine_lost", {"url": url, "reason": reason})]
-
-
-def _drain_replaced(state: RunState, url: str, *, now: float) -> list[Effect]:
-    """Drain the engine that the engine at `url` replaces; repeated calls do nothing."""
-    name = state.fleet.by_url[url].name
-    for request in state.engine_requests:
-        if request.name == name and request.replaces and request.wanted:
-            _cancel_replacement(state, request.replaces)
-            return drain(state, request.replaces, now=now, grace_s=request.grace_s)
-    return []
 
 
 def _expel(state: RunState, url: str, reason: str) -> list[Effect]:

@@ -21,13 +21,12 @@ from typing import Final
 
 from pipelinerl import rng
 from pipelinerl.config.evaluation import EvaluationSet
-from pipelinerl.controller.decisions.prompt_orders import evaluation_order
-from pipelinerl.controller.state.evaluation import Evaluation, EvaluationDue, EvaluationResult
+from pipelinerl.controller.state.evaluation import Evaluation, EvaluationDue, EvaluationPlan, EvaluationResult
 from pipelinerl.controller.state.fleet import EngineLifecycle
 from pipelinerl.controller.state.inputs_and_effects import Effect, IssuePrompts, Record
 from pipelinerl.controller.state.run_state import ControllerSettings, RunPhase, RunState
 from pipelinerl.enums import Pin
-from pipelinerl.types import Problem
+from pipelinerl.types import DomainSampling, Problem, PromptOrder, Purpose
 
 #: An evaluation leaves a pinned engine that has been suspect for longer than this; a dead one it leaves at once.
 _SUSPECT_S: Final = 5.0
@@ -115,6 +114,46 @@ def questions(
         for index in indices
     ]
     return [IssuePrompts(orders)] if orders else []
+
+
+def evaluation_order(
+    settings: ControllerSettings,
+    plan: EvaluationPlan,
+    index: int,
+    held_out_problem: Callable[[str, int], Problem],
+    *,
+    version: int,
+    number: int,
+    engine: str = "",
+) -> PromptOrder:
+    """Return the order for question `index` of evaluation `number`, which evaluates `version`.
+
+    `held_out_problem` returns a problem, from its set's name and its index in the set. If `engine` is given, only this
+    engine may answer. Apart from id and engine, the order is the same in every evaluation, so a sample depends only on
+    seed and weights. The set's temperature applies, and its length limit if it has one; else those of the domain apply
+    before those of the run.
+    """
+    asked, place = plan.question(index)
+    problem = held_out_problem(asked.name, place)
+    common, own = settings.sampling, settings.by_domain.get(problem.domain, DomainSampling())
+    return PromptOrder(
+        order_id=f"eval-{version}-{number}-{index:06d}",
+        index=index,
+        purpose=Purpose.EVALUATION,
+        problem=problem,
+        sampling=replace(
+            common,
+            num_samples=asked.samples,
+            temperature=asked.temperature,
+            top_p=1.0,
+            top_k=0,
+            max_tokens=asked.max_tokens or own.max_tokens or common.max_tokens,
+            stop=common.stop if own.stop is None else own.stop,
+        ),
+        seed=rng.key(settings.run.seed, "evaluation", place),
+        engine=engine,
+        chat_template_kwargs=own.chat_template_kwargs,
+    )
 
 
 def closed(state: RunState, settings: ControllerSettings) -> list[EvaluationResult]:

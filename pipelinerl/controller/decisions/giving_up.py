@@ -200,7 +200,9 @@ def _stage(state: RunState, now: float) -> str:
         return f"{', '.join(state.trainer.awaited)} to join{_lost_engines(state)}"
     if state.phase is RunPhase.STARTING:
         return "the trainer to be ready"
-    trainer = _silent_trainer(state, now)
+    report, reported_at = state.trainer.last_report or ("", now)
+    silent_s = now - reported_at
+    trainer = f"; the trainer's last report, {report}, came {silent_s:.0f} s ago" if silent_s > SILENT_S else ""
     if not state.fleet.verified():
         given = [each.url for each in state.fleet.records() if each.lifecycle.is_alive and each.loaded >= 0]
         if given:
@@ -233,12 +235,6 @@ def _stage(state: RunState, now: float) -> str:
     if not (state.account.in_flight or may_issue):
         step += f"; engines serve version {loaded}, too old for k = {k:g}: the trainer has to publish version {newest}"
     return step + (actors or trainer)
-
-
-def _silent_trainer(state: RunState, now: float) -> str:
-    report, reported_at = state.trainer.last_report or ("", now)
-    silent_s = now - reported_at
-    return f"; the trainer's last report, {report}, came {silent_s:.0f} s ago" if silent_s > SILENT_S else ""
 
 
 def _lost_engines(state: RunState) -> str:

@@ -299,7 +299,9 @@ def review(state: RunState, settings: ControllerSettings, *, now: float) -> list
     steps = _steps_without_signal(state, only_refused=False)
     effects: list[Effect] = []
     holds = steps >= settings.run.no_signal_steps / 2
-    counts = _sum(state)
+    by_domain = state.account.consumed.no_signal.values()
+    reasons = NoSignalGroups.__struct_fields__
+    counts = NoSignalGroups(**{reason: sum(getattr(each, reason) for each in by_domain) for reason in reasons})
     if holds or NO_SIGNAL in state.watched.alarms:
         what = (
             f"no signal: the last {counts.total} groups have nothing to teach ({_counts(counts)}); change the "
@@ -336,13 +338,6 @@ def _steps_without_signal(state: RunState, *, only_refused: bool) -> float:
             return 0.0
         steps.append(number / (state.knobs.groups_per_step * weight / sum(weights.values())))
     return min(steps)
-
-
-def _sum(state: RunState) -> NoSignalGroups:
-    counts = state.account.consumed.no_signal.values()
-    return NoSignalGroups(
-        **{reason: sum(getattr(each, reason) for each in counts) for reason in NoSignalGroups.__struct_fields__}
-    )
 
 
 def _counts(counts: NoSignalGroups) -> str:

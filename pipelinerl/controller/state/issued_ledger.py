@@ -16,7 +16,7 @@ import msgspec
 
 from pipelinerl.errors import LedgerError
 from pipelinerl.messages import ConsumedReport, has_ended
-from pipelinerl.types import IssuedAt, PromptOrder
+from pipelinerl.types import IssuedAt
 
 
 class SentOrder(NamedTuple):
@@ -68,10 +68,6 @@ class IssuedLedger:
         known = sum(each.rollouts for each in self.sent.values())
         return known + (self.in_flight - len(self.sent)) * group_size
 
-    def note_sent(self, order: PromptOrder) -> None:
-        """Record a newly issued order."""
-        self.sent[order.index] = SentOrder(order.sampling.num_samples, order.issued_at)
-
     def withdraw(self, version: int) -> None:
         """Mark as withdrawn the orders in flight that were issued after `version`, at which a new trainer begins.
 
@@ -86,16 +82,19 @@ class IssuedLedger:
         self.cursor += 1
         return self.cursor - 1
 
-    def fail(self, index: int, issued_at: tuple[int, int] | None = None) -> None:
-        """End the order as failed; reissue it instead if it is withdrawn (the trainer would drop its group).
+    def fail(self, index: int, issued_at: tuple[int, int] | None = None, *, is_stale: bool = False) -> None:
+        """End the order as failed, or as stale if its actor gave it up; reissue it instead if it is withdrawn.
 
-        Do nothing if the order was issued again after `issued_at`, the issue that the failure report concerns.
+        Do nothing if the order was issued again after `issued_at`, the issue that the report concerns.
         """
-        self._end(index, self.failed, issued_at)
-
-    def give_up(self, index: int, issued_at: tuple[int, int] | None = None) -> None:
-        """End the order as stale, as its actor gave it up; reissue it or do nothing in the same cases as `fail`."""
-        self._end(index, self.outdated, issued_at)
+        sent = self.sent.get(index)
+        superseded = index in self.reissue if sent is None else issued_at is not None and sent.issued_at > issued_at
+        if superseded or self.lost(self.withdrawn & {index}):
+            return
+        is_consumed = has_ended(index, self.consumed.frontier, self.consumed.beyond)
+        if index < self.cursor and not (is_consumed or index in self.failed or index in self.outdated):
+            (self.outdated if is_stale else self.failed).add(index)
+            self.sent.pop(index, None)
 
     def update(self, consumed: ConsumedReport) -> None:
         """Replace the trainer's counts of ended orders by newer ones, which override reports of failed orders."""
@@ -165,16 +164,6 @@ class IssuedLedger:
         frontier, beyond = self.consumed.frontier, set(self.consumed.beyond)
         # Equivalent to calling `has_ended` for each index, but faster.
         return [index for index in indices if index >= frontier and index not in beyond]
-
-    def _end(self, index: int, outcome: set[int], issued_at: tuple[int, int] | None) -> None:
-        sent = self.sent.get(index)
-        superseded = index in self.reissue if sent is None else issued_at is not None and sent.issued_at > issued_at
-        if superseded or self.lost(self.withdrawn & {index}):
-            return
-        is_consumed = has_ended(index, self.consumed.frontier, self.consumed.beyond)
-        if index < self.cursor and not (is_consumed or index in self.failed or index in self.outdated):
-            outcome.add(index)
-            self.sent.pop(index, None)
 
 
 #: Half-life of the decayed counts of trained and filtered orders, in orders.

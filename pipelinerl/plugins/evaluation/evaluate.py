@@ -23,7 +23,7 @@ from rich.table import Table
 from pipelinerl import rng
 from pipelinerl.config.evaluation import EvaluationSet
 from pipelinerl.config.recipe import RunConfig, parse, to_table
-from pipelinerl.controller.decisions.prompt_orders import evaluation_order
+from pipelinerl.controller.decisions.evaluator import evaluation_order
 from pipelinerl.controller.state.answer_figures import (
     AnswerFigures,
     PassAt,

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from pipelinerl.config.evaluation import EvaluationSet
-from pipelinerl.controller.decisions.prompt_orders import evaluation_order, training_order
+from pipelinerl.controller.decisions.evaluator import evaluation_order
 from pipelinerl.controller.state.evaluation import EvaluationPlan
-from pipelinerl.types import DomainSampling, IssuedAt, Sampling
-from tests.controller.world import controller, problem
+from pipelinerl.types import DomainSampling, Sampling
+from tests.controller.world import World, controller, problem
 
 OWN = DomainSampling(
     group_size=6, temperature=0.5, max_tokens=9, stop=("\n",), chat_template_kwargs={"enable_thinking": False}
@@ -33,7 +33,9 @@ def question(index, *sets, version=0, max_tokens=0):
 
 
 def test_sampling_settings_of_a_domain_override_those_of_the_run_and_the_temperature_knob():
-    own, other = (training_order(SETTINGS, i, problem_of(i), temperature=0.9, issued_at=IssuedAt()) for i in (0, 1))
+    made = controller(evaluation_problems=0, sampling=SETTINGS.sampling, by_domain=SETTINGS.by_domain, temperature=0.9)
+    made._training_problem = lambda index, *_: problem_of(index)
+    own, other = World(made).begin(serves=True).orders[:2]
     assert own.sampling == Sampling(num_samples=6, temperature=0.5, max_tokens=9, stop=("\n",))
     assert other.sampling == Sampling(num_samples=4, temperature=0.9, max_tokens=20, stop=("!",))
     assert own.chat_template_kwargs == {"enable_thinking": False} and other.chat_template_kwargs == {}

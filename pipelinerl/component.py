@@ -183,9 +183,11 @@ class TransportComponent(Component):
 
     Attributes:
         fetch: reference of a function `(token) -> PullSource`, if engines fetch the weights.
+        watch: reference of a function `(RunConfig, EngineClient) -> TransportWatch`, if the controller polls servers.
     """
 
     fetch: str = ""
+    watch: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

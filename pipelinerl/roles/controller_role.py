@@ -12,8 +12,9 @@ from functools import partial
 from ipaddress import ip_address
 from typing import Any, Final
 
+from pipelinerl import registry
+from pipelinerl.component import imported
 from pipelinerl.config.recipe import check_layout
-from pipelinerl.controller.decisions.watch import ServerWatch
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.controller.service.journal import Journal
 from pipelinerl.controller.service.service import ControllerService
@@ -93,7 +94,7 @@ async def run(identity: Identity, *, from_journal: bool = False) -> None:
             log.warning(sentence)
         controller.state.launch = identity.launch
         controller.state.epoch = max(controller.state.epoch, checkpoints.claimed_epoch)
-        servers = config.parameter_server
+        watch = registry.TRANSPORTS[config.weights.transport].watch
         service = ControllerService(
             controller,
             name=config.run.name,
@@ -104,7 +105,7 @@ async def run(identity: Identity, *, from_journal: bool = False) -> None:
             from_journal=from_journal,
             samples=samples,
             restarts=partial(read_restarts, run_dir),
-            parameter_servers=ServerWatch(servers.urls, shards=servers.shards),
+            transport=imported(watch)(config, client) if watch else None,
         )
         freeze_gc()
         stack.enter_context(_advertised(identity, listener.getsockname()))

@@ -1,4 +1,4 @@
-"""The load and speed of each engine, and the parameter servers that answer, computed from polls.
+"""The load and speed of each engine, computed from polls.
 
 Pure: time and the results of polls are arguments. Nothing here is part of the journal or of checkpoints.
 """
@@ -9,14 +9,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_high
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_contract.schemas import EngineMetrics
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
-from pipelinerl.observability.status import ParameterServerStatus
 
 #: Weight of a poll relative to the next one: an estimate of speed follows a change within about ten polls.
 _SPEED_FADES: Final = 0.9
@@ -156,12 +155,17 @@ class EngineWatch:
                 busy_s=metrics.busy_s_total - previous.busy_s_total,
             )
         idle = not metrics.running_sequences and not metrics.waiting_sequences
+        steps, occupancy = metrics.decode_steps_total - previous.decode_steps_total, 0.0
+        if not fresh and steps > 0 and metrics.slots:
+            rows = metrics.occupied_slot_steps_total - previous.occupied_slot_steps_total
+            busy_s = metrics.busy_s_total - previous.busy_s_total
+            occupancy = rows / (steps * metrics.slots) * (min(1.0, busy_s / seconds) if metrics.busy_s_total else 1.0)
         self._loads[url] = EngineLoad(
             metrics=metrics,
             idle_since=(known.idle_since or now) if idle else None,
             polled_at=now,
             tokens_per_s=rate,
-            occupancy=0.0 if fresh else _occupancy(previous, metrics, seconds),
+            occupancy=occupancy,
         )
         return restarted
 
@@ -192,90 +196,3 @@ class EngineWatch:
         self.speeds.forget(url)
         self._loads.pop(url, None)
         self._polled_at.pop(url, None)
-
-
-#: A parameter server is down after this many missed polls in a row; one that has never answered may still be starting.
-_SERVER_MISSES: Final = 2
-_STARTING_MISSES: Final = 30
-
-
-@dataclass(slots=True)
-class _Server:
-    shard: int
-    replica: int
-    state: str = "starting"
-    missed: int = 0
-    error: str = ""
-
-
-class ServerWatch:
-    """The parameter servers that answer polls, and the shards of the weights that no server provides.
-
-    `urls` are ordered by shard: the first `len(urls) / shards` servers are the replicas of shard 0.
-    """
-
-    def __init__(self, urls: Sequence[str] = (), *, shards: int = 1) -> None:
-        replicas = len(urls) // shards
-        self._servers = {url: _Server(at // replicas, at % replicas) for at, url in enumerate(urls)}
-        self._lost_shards: set[int] = set()
-
-    @property
-    def urls(self) -> Sequence[str]:
-        """The servers to poll."""
-        return list(self._servers)
-
-    def answered(self, url: str) -> list[tuple[str, dict[str, Any]]]:
-        """Record an answer of the server; return the events that follow, as kind and fields."""
-        server = self._servers[url]
-        was_down, server.state, server.missed, server.error = server.state == "down", "up", 0, ""
-        return self._changed("parameter_server_back", url) if was_down else []
-
-    def missed(self, url: str, reason: str) -> list[tuple[str, dict[str, Any]]]:
-        """Record a missed poll; return the events that follow, as kind and fields."""
-        server = self._servers[url]
-        server.missed, server.error = server.missed + 1, reason
-        most = _STARTING_MISSES if server.state == "starting" else _SERVER_MISSES
-        if server.state == "down" or server.missed < most:
-            return []
-        server.state = "down"
-        return self._changed("parameter_server_lost", url, reason=reason)
-
-    def statuses(self) -> tuple[ParameterServerStatus, ...]:
-        """Return the servers as the run's status shows them."""
-        return tuple(
-            ParameterServerStatus(
-                url=url, shard=each.shard, replica=each.replica, state=each.state, last_error=each.error
-            )
-            for url, each in self._servers.items()
-        )
-
-    def alarms(self) -> tuple[str, ...]:
-        """Return a sentence for each shard without a server."""
-        return tuple(map(self._sentence, sorted(self._lost_shards)))
-
-    def _changed(self, kind: str, url: str, **fields: str) -> list[tuple[str, dict[str, Any]]]:
-        """Return the event `kind` about a server, and those of the alarms that its change raises or clears."""
-        server = self._servers[url]
-        provided = {each.shard for each in self._servers.values() if each.state != "down"}
-        lost = {each.shard for each in self._servers.values()} - provided
-        raised, self._lost_shards = self._lost_shards, lost
-        events: list[tuple[str, dict[str, Any]]] = []
-        for shard in sorted(lost ^ raised):
-            alarm = {"alarm": "parameter_servers", "domain": f"shard {shard}"}
-            is_lost = shard in lost
-            events.append(("alarm", {**alarm, "what": self._sentence(shard)}) if is_lost else ("alarm_cleared", alarm))
-        return [(kind, {"url": url, "shard": server.shard, "replica": server.replica, **fields}), *events]
-
-    def _sentence(self, shard: int) -> str:
-        urls = ", ".join(url for url, each in self._servers.items() if each.shard == shard)
-        return f"no parameter server of shard {shard} answers ({urls}), so engines get no new weights; restart one"
-
-
-def _occupancy(before: EngineMetrics, after: EngineMetrics, seconds: float) -> float:
-    """Return the share of busy slots (0 to 1) between two polls of an engine that are `seconds` apart."""
-    steps = after.decode_steps_total - before.decode_steps_total
-    if steps <= 0 or not after.slots:
-        return 0.0
-    rows = (after.occupied_slot_steps_total - before.occupied_slot_steps_total) / (steps * after.slots)
-    busy_s = after.busy_s_total - before.busy_s_total
-    return rows * min(1.0, busy_s / seconds) if after.busy_s_total else rows

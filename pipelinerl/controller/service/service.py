@@ -20,7 +20,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 from pydantic import ValidationError
@@ -31,7 +31,7 @@ from pipelinerl.controller.decisions.controller import Controller
 from pipelinerl.controller.decisions.giving_up import finish
 from pipelinerl.controller.decisions.report_checks import implausible
 from pipelinerl.controller.decisions.status import assignment_of, run_status
-from pipelinerl.controller.decisions.watch import ALIKE, EngineWatch, ServerWatch
+from pipelinerl.controller.decisions.watch import ALIKE, EngineWatch
 from pipelinerl.controller.routes import LEASE_S, ActorAssignment, VerifierLease
 from pipelinerl.controller.service.journal import Decision, Journal, Recovered
 from pipelinerl.controller.state.evaluation import samples_of
@@ -72,11 +72,11 @@ from pipelinerl.messages import (
 from pipelinerl.observability.events import EventFollower, EventLog, sentence
 from pipelinerl.observability.run_history import Incidents
 from pipelinerl.observability.samples import SampleLog
-from pipelinerl.observability.status import IncidentStatus, RestartStatus, RunStatus
+from pipelinerl.observability.status import IncidentStatus, ParameterServerStatus, RestartStatus, RunStatus
 from pipelinerl.streams.records import decode_order, encode_order
 from pipelinerl.streams.stream import START, DeadLetters, Entry, Stream, fresh_number, parse_id
 from pipelinerl.system.cores import busy_seconds
-from pipelinerl.types import PromptOrder, Purpose
+from pipelinerl.types import Purpose
 
 log = logging.getLogger("pipelinerl")
 
@@ -87,8 +87,8 @@ _DIRECTIVES_KEPT: Final = 64
 _IDLE_S: Final = 2.0
 #: The launcher counts as gone after this many seconds without a request; it polls the status twice a second.
 _LAUNCHER_S: Final = 10.0
-#: Seconds in which a parameter server has to answer a poll.
-_SERVER_S: Final = 3.0
+
+
 #: The status shows at most this many incidents, and reads at most this many bytes of the event log for them.
 _MOST_INCIDENTS: Final = 10
 _LOG_BYTES: Final = 1 << 22
@@ -102,6 +102,22 @@ _LAST_WORDS: Final = {End.COMPLETED: "run_finished", End.SUSPENDED: "run_suspend
 
 #: Exceptions that `Controller.decide` may raise in the middle of a decision if a report's numbers are inconsistent.
 _UNDECIDABLE: Final = (LedgerError, ArithmeticError, LookupError, TypeError, ValueError)
+
+
+class TransportWatch(Protocol):
+    """The servers that a plug-in's transport of weights needs, as the controller shows them."""
+
+    async def run(self, record: Callable[[str, dict[str, Any]], None], *, every_s: float) -> None:
+        """Poll the servers until cancelled; `record` events, as kind and fields."""
+        ...
+
+    def statuses(self) -> tuple[ParameterServerStatus, ...]:
+        """Return the servers for the run's status."""
+        ...
+
+    def alarms(self) -> tuple[str, ...]:
+        """Return a sentence for each reason why engines get no weights."""
+        ...
 
 
 class ControllerService:
@@ -121,7 +137,7 @@ class ControllerService:
         from_journal: bool = False,
         samples: SampleLog | None = None,
         restarts: Callable[[], tuple[RestartStatus, ...]] = lambda: (),
-        parameter_servers: ServerWatch | None = None,
+        transport: TransportWatch | None = None,
     ) -> None:
         """Create the service.
 
@@ -132,9 +148,9 @@ class ControllerService:
                 launch, instead of with the controller's state: that of a new run, or of a checkpoint.
             samples: log of evaluation answers, for users.
             restarts: returns the launched processes that have died so far, for the status.
-            parameter_servers: the servers from which engines pull weights, to be polled; None if there are none.
+            transport: watches the servers that the transport of weights needs; None if it needs none.
         """
-        self._servers = parameter_servers or ServerWatch()
+        self._transport = transport
         self._restarts = restarts
         self.controller = controller
         self.watch = EngineWatch()
@@ -181,6 +197,9 @@ class ControllerService:
         self.begun.set()
         async with asyncio.TaskGroup() as group:
             loops = [group.create_task(self._reports()), group.create_task(self._poll())]
+            if self._transport is not None:
+                watching = self._transport.run(self._note_transport, every_s=self._poll_s)
+                loops.append(group.create_task(watching))
             await self._over.wait()
             if self._broken is not None:
                 raise self._broken
@@ -239,15 +258,16 @@ class ControllerService:
             waiting_for = f"the stream server, which {self._stream.outage}"
         for event in self._log.new(most_bytes=_LOG_BYTES):  # the log of a resumed run may be long: read a part of it
             self._incidents.take(event)
+        servers, alarms = self._transport.statuses() if self._transport else (), self._transport_alarms()
         has_launcher = self._clock() - self._launcher_at < _LAUNCHER_S
         fleet = msgspec.structs.replace(status.fleet, has_launcher=has_launcher)
         return msgspec.structs.replace(
             status,
             restarts=self._restarts(),
-            waiting_for="; ".join([waiting_for, *self._servers.alarms()]),
+            waiting_for="; ".join([waiting_for, *alarms]),
             fleet=fleet,
-            parameter_servers=self._servers.statuses(),
-            alarms=(*self._servers.alarms(), *status.alarms),
+            parameter_servers=servers,
+            alarms=(*alarms, *status.alarms),
             incidents=tuple(
                 IncidentStatus(
                     kind=each.kind,
@@ -378,8 +398,11 @@ class ControllerService:
             slept_at = self._clock()
             while True:
                 # After a pause of this process, answers that have arrived look late.
-                if self._clock() - slept_at < 2 * self._poll_s:
-                    await self._suspect_late_engines()
+                now = self._clock()
+                waiting = self._being_polled.items() if now - slept_at < 2 * self._poll_s else ()
+                for url in [url for url, began in waiting if self.watch.is_late(url, now - began)]:
+                    if self.controller.state.fleet.by_url[url].lifecycle is EngineLifecycle.HEALTHY:
+                        await self.perform(HealthCheckMissed(now=self._now(), url=url))
                 able = []
                 for record in self.controller.state.fleet.records():
                     if record.lifecycle is EngineLifecycle.EXPELLED:
@@ -389,14 +412,15 @@ class ControllerService:
                 for url in self.watch.to_poll(able, now=self._now(), every_s=self._poll_s):
                     self._being_polled[url] = self._clock()
                     polls.create_task(self._poll_engine(url))
-                for url in self._servers.urls:
-                    if url not in self._being_polled:
-                        self._being_polled[url] = self._clock()
-                        polls.create_task(self._poll_server(url))
                 await self.perform(Ticked(now=self._now()))
                 async with self._turn:
                     if not await self._journal.whole():
-                        await self._reissue_lost_work()
+                        # Reissue all work that the stream server may have lost, and write a snapshot, which also stops
+                        # a replaced controller. The snapshot comes last: a controller that dies before it leaves an
+                        # incomplete journal, so that its successor notices the loss.
+                        given = StreamsLost(now=self._now())
+                        await self._put_into_effect(given, self.controller.decide(given))
+                        await self._journal.snapshot(self.controller.state)
                 self._record_loads()
                 self._record_slow_engines()
                 self._queues.append(self._queued())
@@ -407,22 +431,6 @@ class ControllerService:
                 slept_at = self._clock()
                 await asyncio.sleep(self._poll_s)
 
-    async def _suspect_late_engines(self) -> None:
-        now = self._clock()
-        engines = {url: began for url, began in self._being_polled.items() if url not in self._servers.urls}
-        for url in [url for url, began in engines.items() if self.watch.is_late(url, now - began)]:
-            if self.controller.state.fleet.by_url[url].lifecycle is EngineLifecycle.HEALTHY:
-                await self.perform(HealthCheckMissed(now=self._now(), url=url))
-
-    async def _reissue_lost_work(self) -> None:
-        """Reissue all work that the stream server may have lost; then write a snapshot, so the journal is complete."""
-        # Write the snapshot last. If the controller dies before the snapshot, it leaves an incomplete journal, so its
-        # successor begins from the checkpoint. If the snapshot came first, the successor would not notice the loss.
-        # Writing the snapshot also stops a controller that another one has replaced.
-        given = StreamsLost(now=self._now())
-        await self._put_into_effect(given, self.controller.decide(given))
-        await self._journal.snapshot(self.controller.state)
-
     async def _poll_engine(self, url: str) -> None:
         began = self._clock()
         change: EngineInput | None = None
@@ -430,7 +438,15 @@ class ControllerService:
             metrics = await self.probe.metrics(url)
             took_s = self._clock() - began
             known = {name: metrics[name] for name in EngineMetrics.model_fields if name in metrics}
-            change = self._answered(url, EngineMetrics.model_validate(known), took_s)
+            restarted = self.watch.answered(url, EngineMetrics.model_validate(known), self._now(), took_s=took_s)
+            record, idle_since = self.controller.state.fleet.by_url[url], self.watch.load(url).idle_since
+            if restarted:
+                change = EngineRestarted(now=self._now(), url=url)
+            elif record.lifecycle in (EngineLifecycle.SUSPECT, EngineLifecycle.DIRTY, EngineLifecycle.DEAD):
+                change = EngineAnswered(now=self._now(), url=url)
+            elif record.lifecycle is EngineLifecycle.DRAINING and idle_since is not None:
+                is_idle = self._now() - max(idle_since, record.draining_since) >= _IDLE_S
+                change = EngineIdle(now=self._now(), url=url) if is_idle else None
         except (ContractError, PipelineError, ValidationError) as error:
             lifecycle = self.controller.state.fleet.by_url[url].lifecycle  # it may have changed during the poll
             is_dead = self.watch.on_missed_poll(url)
@@ -441,32 +457,6 @@ class ControllerService:
         if change is not None:
             await self.perform(change)
         del self._being_polled[url]
-
-    async def _poll_server(self, url: str) -> None:
-        try:
-            async with asyncio.timeout(_SERVER_S):
-                await self.probe.metrics(url)
-            events = self._servers.answered(url)
-        except TimeoutError:
-            events = self._servers.missed(url, f"no answer within {_SERVER_S:g} s")
-        except (ContractError, PipelineError) as error:
-            events = self._servers.missed(url, str(error))
-        del self._being_polled[url]
-        for kind, fields in events if not self.finished.is_set() else ():
-            version = self.controller.state.version
-            log.warning("%s: %s", kind, fields.get("what") or fields.get("url") or fields["domain"])
-            self._record(kind, {**fields, "step": version} if kind.startswith("alarm") else fields)
-
-    def _answered(self, url: str, metrics: EngineMetrics, took_s: float) -> EngineInput | None:
-        record, now = self.controller.state.fleet.by_url[url], self._now()
-        if self.watch.answered(url, metrics, now, took_s=took_s):
-            return EngineRestarted(now=now, url=url)
-        if record.lifecycle in (EngineLifecycle.SUSPECT, EngineLifecycle.DIRTY, EngineLifecycle.DEAD):
-            return EngineAnswered(now=now, url=url)
-        idle_since = self.watch.load(url).idle_since
-        if record.lifecycle is not EngineLifecycle.DRAINING or idle_since is None:
-            return None
-        return EngineIdle(now=now, url=url) if now - max(idle_since, record.draining_since) >= _IDLE_S else None
 
     def _queued(self) -> int:
         """Return the rollouts that no engine has begun: those that wait in engines, and those that no actor has."""
@@ -518,7 +508,17 @@ class ControllerService:
     async def _carry_out(self, effect: Effect, decision: int, *, recorded: bool = False) -> None:
         match effect:
             case IssuePrompts(orders):
-                await self._issue(orders)
+                payloads = [encode_order(order) for order in orders]
+                await self._stream.append(PROMPTS, payloads, first_id=self._next_entry)
+                for entry, order in enumerate(orders, self._next_entry):
+                    if order.purpose is Purpose.TRAINING:
+                        self._issued.append((entry, order.index))
+                self._next_entry += len(orders)
+                frontier = self.controller.state.account.consumed.frontier
+                while self._issued and self._issued[0][1] < frontier:
+                    self._issued.popleft()
+                if self._issued and self.controller.state.evaluations.current is None:
+                    await self._stream.trim(PROMPTS, before=f"{self._issued[0][0]}-0")
             case Send(directive):
                 # Record the epoch in its stream; repeated appends with the same id have no effect.
                 await self._stream.append(EPOCHS, [b""], first_id=directive.epoch)
@@ -527,7 +527,7 @@ class ControllerService:
                 await self._stream.trim(DIRECTIVES, before=f"{self._next_directive - _DIRECTIVES_KEPT}-0")
             case Record(kind, fields):
                 if kind == "stalled":
-                    fields = {**fields, "waits_for": "; ".join([fields["waits_for"], *self._servers.alarms()])}
+                    fields = {**fields, "waits_for": "; ".join([fields["waits_for"], *self._transport_alarms()])}
                     log.warning("no progress for %.0f s: waiting for %s", fields["still_s"], fields["waits_for"])
                 if kind == "alarm":
                     log.warning("step %d: %s", fields["step"], fields["what"])
@@ -540,21 +540,17 @@ class ControllerService:
                 self.finished.set()
                 self._over.set()
 
-    async def _issue(self, orders: list[PromptOrder]) -> None:
-        payloads = [encode_order(order) for order in orders]
-        await self._stream.append(PROMPTS, payloads, first_id=self._next_entry)
-        self._issued.extend(
-            (self._next_entry + i, order.index) for i, order in enumerate(orders) if order.purpose is Purpose.TRAINING
-        )
-        self._next_entry += len(orders)
-        frontier = self.controller.state.account.consumed.frontier
-        while self._issued and self._issued[0][1] < frontier:
-            self._issued.popleft()
-        if self._issued and self.controller.state.evaluations.current is None:
-            await self._stream.trim(PROMPTS, before=f"{self._issued[0][0]}-0")
-
     def _record(self, kind: str, fields: Mapping[str, Any]) -> None:
         self._events.write(kind, elapsed_s=round(self._elapsed(), 3), **fields)
+
+    def _note_transport(self, kind: str, fields: Mapping[str, Any]) -> None:
+        if not self.finished.is_set():  # no event may follow the run's last event
+            log.warning("%s: %s", kind, fields.get("what") or fields.get("url") or fields["domain"])
+            step = {"step": self.controller.state.version} if kind.startswith("alarm") else {}
+            self._record(kind, {**fields, **step})
+
+    def _transport_alarms(self) -> tuple[str, ...]:
+        return self._transport.alarms() if self._transport is not None else ()
 
     def _now(self) -> float:
         return self._clock() + self._ahead

@@ -11,6 +11,7 @@ from pipelinerl.roles.role import Role, RoleOptions
 COMPONENT: Final = TransportComponent(
     build="pipelinerl.plugins.parameter_server.publisher:publisher_of",
     fetch="pipelinerl.plugins.parameter_server.download:WeightPuller",
+    watch="pipelinerl.plugins.parameter_server.watch:watch_of",
 )
 
 

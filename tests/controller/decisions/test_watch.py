@@ -1,4 +1,4 @@
-"""Tests of what the controller derives from polls: rates, speeds, restarts, missed polls, and parameter servers."""
+"""Tests of what the controller derives from polls: rates, speeds, restarts and missed polls."""
 
 import random
 from collections import Counter
@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from inference_contract.schemas import EngineMetrics
-from pipelinerl.controller.decisions.watch import POLLS_PER_S, EngineSpeeds, EngineWatch, ServerWatch
+from pipelinerl.controller.decisions.watch import POLLS_PER_S, EngineSpeeds, EngineWatch
 from pipelinerl.controller.state.fleet import EngineLifecycle, EngineRecord
 
 A, B, C = "http://a", "http://b", "http://c"
@@ -32,31 +32,6 @@ def test_engine_that_timed_out_has_no_load():
     assert (watch.load(A).tokens_per_s, watch.load(A).metrics.running_sequences) == (50.0, 3)
     watch.on_missed_poll(A)
     assert (watch.load(A).tokens_per_s, watch.load(A).metrics.running_sequences) == (0.0, 0)
-
-
-def test_parameter_servers_are_down_after_two_missed_polls_and_a_shard_without_any_raises_an_alarm():
-    watch = ServerWatch(["http://a", "http://b", "http://c", "http://d"], shards=2)
-    for url in watch.urls:
-        assert watch.answered(url) == []
-    assert watch.missed("http://c", "gone") == []
-    (lost,) = watch.missed("http://c", "gone")
-    assert lost == ("parameter_server_lost", {"url": "http://c", "shard": 1, "replica": 0, "reason": "gone"})
-    assert watch.missed("http://c", "gone") == [] == watch.missed("http://d", "gone")
-    lost, (alarm, fields) = watch.missed("http://d", "gone")
-    assert lost[1]["replica"] == 1 and (alarm, fields["domain"]) == ("alarm", "shard 1")
-    assert watch.alarms() == (fields["what"],) and "shard 1 answers (http://c, http://d)" in fields["what"]
-    assert [(each.shard, each.replica, each.state) for each in watch.statuses()] == [
-        (0, 0, "up"), (0, 1, "up"), (1, 0, "down"), (1, 1, "down"),
-    ]  # fmt: skip
-    assert [kind for kind, _ in watch.answered("http://d")] == ["parameter_server_back", "alarm_cleared"]
-    assert watch.alarms() == ()
-    assert [kind for kind, _ in watch.answered("http://c")] == ["parameter_server_back"]
-
-
-def test_parameter_server_that_has_never_answered_may_start_for_half_a_minute():
-    watch = ServerWatch(["http://a"])
-    silent = [watch.missed("http://a", "not yet") for _ in range(30)]
-    assert [len(events) for events in silent] == [0] * 29 + [2]
 
 
 def test_removed_engine_has_no_poll_history_when_it_is_polled_again():

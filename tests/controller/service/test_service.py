@@ -144,11 +144,11 @@ async def served(service):
 
 
 @asynccontextmanager
-async def running(path, stream=None, samples=None, servers=(), **changes):
+async def running(path, stream=None, samples=None, transport_of=lambda probe: None, **changes):
     made, probe, stream = controller(**{"evaluation_problems": 0, **changes}), Probe(), stream or MemoryStream()
     with EventLog(path / "events.jsonl") as events:
-        servers = watch.ServerWatch(servers)
-        service = service_on(stream, events, made, probe=probe, poll_s=0.01, samples=samples, parameter_servers=servers)
+        about = {"probe": probe, "samples": samples, "transport": transport_of(probe)}
+        service = service_on(stream, events, made, poll_s=0.01, **about)
         lives = (path / "events.jsonl").read_text().count("run_started")
         async with served(service) as task:
             world = Running(service, stream, probe, path / "events.jsonl", task)
@@ -166,22 +166,6 @@ async def test_controller_answers_trainer_reports_with_directives_and_requests_r
         await run.tell(step(1))
         assert [d.answers for d in await run.directives()] == ["ready-1", "e1-step-1"]
         assert run.events("step")[0] | {"step": 1, "loss": 0.5} == run.events("step")[0]
-
-
-async def test_lost_parameter_server_is_an_event_an_alarm_and_part_of_the_status(tmp_path):
-    async with running(tmp_path, servers=["http://store:1"]) as run:
-        await run.until(lambda: run.service.status().parameter_servers[0].state == "up")
-        run.probe.answer = EngineUnreachable("connection refused")
-        await run.until(lambda: run.events("alarm"))
-        shown = run.service.status()
-        assert (shown.parameter_servers[0].state, shown.parameter_servers[0].last_error) == (
-            "down", "connection refused"
-        )  # fmt: skip
-        assert "http://store:1" in shown.alarms[0] and "http://store:1" in shown.waiting_for
-        run.probe.answer = FACTS
-        await run.until(lambda: run.events("alarm_cleared"))
-        assert run.service.status().alarms == ()
-    assert [len(run.events(f"parameter_server_{what}")) for what in ("lost", "back")] == [1, 1]
 
 
 async def test_texts_of_evaluation_answers_are_kept_as_samples_but_not_written_to_the_journal(tmp_path):

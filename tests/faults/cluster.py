@@ -161,14 +161,7 @@ class Cluster:
             httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=PATIENCE_S).raise_for_status().json()
         )
 
-    def until(
-        self,
-        reached,
-        what,
-        *,
-        timeout_s=PATIENCE_S,
-        statuses=(),
-    ):
+    def until(self, reached, what, *, timeout_s=PATIENCE_S, statuses=()):
         """Wait until `reached` returns true; fail on a timeout, or if a role ends with a status not in `statuses`."""
         deadline = time.monotonic() + timeout_s
         while not reached():
@@ -180,6 +173,12 @@ class Cluster:
                 reason = f"{', '.join(ended)} ended" if ended else f"{timeout_s:g} s were not enough"
                 raise AssertionError(f"waiting for {what}: {reason}\n{self.story()}")
             time.sleep(0.01)
+
+    def more_steps(self, number, what=""):
+        """Wait until the run has made `number` further steps; return them."""
+        first = len(self.events("step"))
+        self.until(lambda: len(self.events("step")) >= first + number, what or f"{number} more steps")
+        return self.events("step")[first:]
 
     def story(self):
         logs = sorted(self.directory.glob("*.log"))

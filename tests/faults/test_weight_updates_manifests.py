@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -41,6 +41,40 @@ def _spec(manifest, draw):
     return _one_of(draw, manifest["layout"]["parameters"])
 
 
+#: Wrong values of fields. Engines accept float16 and bfloat16, which they convert.
+WRONG: dict[str, Sequence[Any]] = {
+    "layout": [
+        *(None, [], {}, "", 3, {"parameters": None}, {"parameters": []}, {"rows": []}),
+        {"parameters": [{"name": f"p{row}", "shape": [2**40, 2**40], "dtype": "float64"} for row in range(2_000)]},
+        {"parameters": LAYOUT.model_dump(mode="json")["parameters"][::-1]},
+        {"parameters": LAYOUT.model_dump(mode="json")["parameters"][1:]},
+    ],
+    "version": [*range(VERSION), *NOT_NUMBERS, 2**63],
+    "epoch": [*range(EPOCH), *NOT_NUMBERS, 2**63],
+    "phase": ["PREPARE", "abort", "commit", "begin", *NOT_TEXTS],
+    "on_update": ["restart", "CONTINUE", *NOT_TEXTS],
+    "bucket_bytes": [0, -1, 1.5, float("nan"), "x", [], {}],
+    "timeout_s": [0, -1, -1e300, float("nan"), float("-inf"), 1e9, 10**400, "x", [], {}],
+}
+WRONG_OF_A_PARAMETER: dict[str, Sequence[Any]] = {
+    "dtype": ["float64", "int8", "FLOAT32", "float32 ", "complex64", "object", *NOT_TEXTS],
+    "name": [
+        *("table", "table.weight2", "Table.weight", "table.weight\u0000", "../etc/passwd", "table.wei\u200bght"),
+        *NOT_TEXTS,
+    ],
+}
+
+
+def wrong_value(manifest, draw):
+    key = _one_of(draw, [*WRONG])
+    manifest[key] = _one_of(draw, WRONG[key])
+
+
+def wrong_parameter(manifest, draw):
+    key = _one_of(draw, [*WRONG_OF_A_PARAMETER])
+    _spec(manifest, draw)[key] = _one_of(draw, WRONG_OF_A_PARAMETER[key])
+
+
 def shape(manifest, draw):
     spec = _spec(manifest, draw)
     dims = spec["shape"]
@@ -51,26 +85,6 @@ def shape(manifest, draw):
         [32 * 32] if len(dims) == 2 else [4, 8], None, "32", {"0": 32}, [[32]], 32, [1] * 100_000,
     ]  # fmt: skip
     spec["shape"] = _one_of(draw, changed)
-
-
-def dtype(manifest, draw):
-    """Mutate the dtype; engines accept float16 and bfloat16, which they convert."""
-    others = ["float64", "int8", "FLOAT32", "float32 ", "complex64", "object"]
-    _spec(manifest, draw)["dtype"] = _one_of(draw, [*others, *NOT_TEXTS])
-
-
-def name(manifest, draw):
-    unknown = ["table", "table.weight2", "Table.weight", "table.weight\u0000", "../etc/passwd", "table.wei\u200bght"]
-    _spec(manifest, draw)["name"] = _one_of(draw, [*unknown, *NOT_TEXTS])
-
-
-def order(manifest, draw):
-    manifest["layout"]["parameters"].reverse()
-
-
-def missing(manifest, draw):
-    rows = manifest["layout"]["parameters"]
-    del rows[int(draw.integers(len(rows)))]
 
 
 def doubled(manifest, draw):
@@ -84,27 +98,10 @@ def unknown(manifest, draw):
     rows.insert(int(draw.integers(len(rows) + 1)), extra)
 
 
-def many(manifest, draw):
-    rows = [{"name": f"p{row}", "shape": [2**40, 2**40], "dtype": "float64"} for row in range(2_000)]
-    manifest["layout"]["parameters"] = rows
-
-
-def layout(manifest, draw):
-    manifest["layout"] = _one_of(draw, [None, [], {}, "", 3, {"parameters": None}, {"parameters": []}, {"rows": []}])
-
-
 def layout_id(manifest, draw):
     if draw.integers(2):
         del manifest["layout"]
     manifest["layout_id"] = _one_of(draw, ["", "0" * 32, LAYOUT.layout_id[:-1], 7, [], "x" * 100_000])
-
-
-def version(manifest, draw):
-    manifest["version"] = _one_of(draw, [*range(VERSION), *NOT_NUMBERS, 2**63])
-
-
-def epoch(manifest, draw):
-    manifest["epoch"] = _one_of(draw, [*range(EPOCH), *NOT_NUMBERS, 2**63])
 
 
 def membership(manifest, draw):
@@ -123,10 +120,6 @@ def digest(manifest, draw):
         manifest |= {"phase": "commit", "digest": _one_of(draw, ["", "0" * 32, "x" * 100_000])}
 
 
-def phase(manifest, draw):
-    manifest["phase"] = _one_of(draw, ["PREPARE", "abort", "commit", "begin", *NOT_TEXTS])
-
-
 def transport(manifest, draw):
     pulls = [
         {"sources": []}, {"sources": ["file:///etc/passwd"]}, {"sources": ["http://u:p@h"]}, {"sources": "http://a:1"},
@@ -136,16 +129,6 @@ def transport(manifest, draw):
         manifest |= {"transport": "pull", "digest": "0" * 32, **_one_of(draw, pulls)}
     else:
         manifest["transport"] = _one_of(draw, ["rdma", "Broadcast", *NOT_TEXTS])
-
-
-def numbers(manifest, draw):
-    field = _one_of(draw, ["bucket_bytes", "timeout_s"])
-    wrong = [0, -1, -1e300, float("nan"), float("-inf"), 1e9, 10**400, "x", [], {}]
-    manifest[field] = _one_of(draw, wrong if field == "timeout_s" else [0, -1, 1.5, float("nan"), "x", [], {}])
-
-
-def on_update(manifest, draw):
-    manifest["on_update"] = _one_of(draw, ["restart", "CONTINUE", *NOT_TEXTS])
 
 
 def field(manifest, draw):
@@ -164,9 +147,10 @@ def text(manifest, draw):
     return _one_of(draw, other)
 
 
+#: The tables of wrong values have several turns, as they hold most of the mutations.
 ALL: tuple[Mutation, ...] = (
-    shape, dtype, name, order, missing, doubled, unknown, many, layout, layout_id, version, epoch, membership, digest,
-    phase, transport, numbers, on_update, field, text,
+    *(wrong_value,) * 9, *(wrong_parameter,) * 2, shape, doubled, unknown, layout_id, membership, digest, transport,
+    field, text,
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from pipelinerl.errors import AddressError, PipelineError
 from pipelinerl.rng import generator
 from pipelinerl.streams import redis_stream
 from pipelinerl.streams.embedded_redis import EmbeddedRedis
-from pipelinerl.streams.redis_stream import RedisStream
+from pipelinerl.streams.redis_stream import RedisStream, open_stream
 from pipelinerl.streams.stream import START, Fence
 from pipelinerl.system.machine import free_ports
 from tests.fakes import small_disk
@@ -93,6 +93,32 @@ async def test_waiting_reads_continue_and_claims_are_kept_after_a_redis_restart(
         assert [entry.payload for entry in await reader + await claimer] == [b"2", b"2"]
         kept = await streams.claim("s", consumer="other", reclaim_idle_s=0, **options)
         assert [entry.payload for entry in kept] == [b"1", b"2"]
+
+
+async def test_stream_server_that_crashes_loses_only_the_newest_entries_of_its_history(tmp_path):
+    """The append-only file is cut off after each entry in turn, as by a crash; lost groups are made again."""
+    server = EmbeddedRedis(tmp_path).start()
+    streams = await open_stream(server.url, namespace="run", timeout_s=PATIENCE_S)
+    await streams.append("prompts", [b"%d" % number for number in range(4)])
+    for number in range(1, 4):
+        held = await streams.claim("prompts", group="actors", consumer="a0", count=1, block_s=0, reclaim_idle_s=60)
+        await streams.append("rollouts", [held[0].payload], first_id=number)
+        await streams.acknowledge("prompts", group="actors", entry_ids=[held[0].entry_id])
+    (log,) = (tmp_path / "appendonlydir").glob("*.incr.aof")
+    server.stop()
+    whole = log.read_bytes()
+    kept = set()
+    for cut in range(len(whole) - 10, len(whole) * 2 // 3, -41):
+        log.write_bytes(whole[:cut])
+        server.start()
+        appended = [entry.payload for entry in await streams.read({"rollouts": START}, count=9, block_s=0)]
+        left = await streams.claim("prompts", group="actors", consumer="a1", count=9, block_s=0, reclaim_idle_s=0)
+        left += await streams.claim("prompts", group="actors", consumer="a1", count=9, block_s=0, reclaim_idle_s=60)
+        assert {*appended, *(entry.payload for entry in left)} == {b"%d" % number for number in range(4)}
+        kept.add(len(appended))
+        server.stop()
+    assert kept >= {1, 2, 3}
+    await streams.close()
 
 
 async def test_redis_restart_does_not_make_a_read_wait_longer_than_its_timeout(mortal, monkeypatch):

@@ -139,8 +139,7 @@ def victims(seed, kills):
 def disturb(cluster, seed, number, victim, figures):
     """Wait for two steps and an open episode; then kill a process, and restart it unless it is a host."""
     random = generator(seed, "kill", number)
-    steps = len(cluster.events("step"))
-    cluster.until(lambda: len(cluster.events("step")) >= steps + 2, f"two steps before kill {number}")
+    cluster.more_steps(2, f"two steps before kill {number}")
     hosts = playing_hosts(cluster, number)
     if victim == "host":
         hosts[0].kill()

@@ -47,7 +47,7 @@ def play(seed, directory):
         directory, seed=seed, engines=names, engine=engine, staleness={"j": 1, "k": 8}, **transport
     ) as cluster:
         cluster.until(lambda: len(cluster.events("engine_verified")) >= count, f"{count} engines to serve")
-        usual = _gaps(_steps_from(cluster, len(cluster.events("step")), _STEPS))
+        usual = _gaps(cluster.more_steps(_STEPS))
         victim, wait_s = names[random.integers(count)], float(random.uniform(0.0, 0.3))
         time.sleep(wait_s)
         process, began = cluster.processes[victim], len(cluster.events())
@@ -57,7 +57,8 @@ def play(seed, directory):
         time.sleep(_FROZEN_S)
         os.kill(process.pid, signal.SIGCONT)
         cluster.until(lambda: _returned(cluster.events()[began:], url), f"{victim} to serve again")
-        gaps = _gaps([*cluster.events("step")[max(0, steps - 1) : steps], *_steps_from(cluster, steps, _STEPS)])
+        cluster.until(lambda: len(cluster.events("step")) >= steps + _STEPS, f"{_STEPS} more steps")
+        gaps = _gaps(cluster.events("step")[max(0, steps - 1) :])
         events = cluster.events()[began:]
     longest, allowed = max(gaps), max(limit_s, _BUSY * max(usual))
     fleet = f"{count} engines{' that pull' if pulls else ''}"
@@ -82,12 +83,6 @@ def _returned(events, url):
     """Return True if the engine's last event says that it serves."""
     kinds = [event["kind"] for event in events if event.get("url") == url]
     return bool(kinds) and kinds[-1] in ("engine_back", "engine_verified")
-
-
-def _steps_from(cluster, first, more):
-    """Wait until there are `more` steps after the first `first` ones, and return all steps from there on."""
-    cluster.until(lambda: len(cluster.events("step")) >= first + more, f"{more} more steps")
-    return cluster.events("step")[first:]
 
 
 def _gaps(steps):

@@ -10,18 +10,15 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
-import subprocess
 import sys
 from typing import Final
-
-import psutil
 
 from pipelinerl.plugins.oubliette.section import OublietteSection
 from pipelinerl.plugins.oubliette.verifier import Oubliette
 from pipelinerl.system.machine import free_ports
 from pipelinerl.types import Message, Outcome, Problem
 from tests.faults.scenarios.scenario import Verdict
-from tests.faults.scenarios.verifier_killed import _groups, _is_alive, _mounts, _still_there, _until
+from tests.faults.scenarios.verifier_killed import MortalService, judged_by, until
 from tests.patience import PATIENCE_S
 
 SHORT = range(1)
@@ -35,54 +32,18 @@ _C: Final = (
 )
 
 
-class _Service:
-    def __init__(self, repository):
-        self.repository = repository
-        (self.port,) = free_ports(1)
-        self.lives: list[int] = []
-        self.process: subprocess.Popen[str]
-
-    def start(self):
-        words = ["oubliette", "serve", "--repository", str(self.repository), "--port", str(self.port), "--at-once", "2"]
-        command = [sys.executable, "-m", "pipelinerl.cli", *words]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        self.lives.append(self.process.pid)
-        assert self.process.stdout is not None
-        if not self.process.stdout.readline():
-            raise RuntimeError("the Oubliette service did not start; what it said stands above")
-
-    def kill(self):
-        """Kill the service's own process; return the processes that it had started."""
-        children = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
-        self.process.kill()
-        self.process.wait(PATIENCE_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return children
-
-
 def play(seed, directory, *, kills=_KILLS):
     if not shutil.which("bwrap"):
         return Verdict({"left out for want of bubblewrap": 1})
-    service = _Service(directory / "repository")
-    started: list[psutil.Process] = []
-    try:
-        service.start()
-        figures, broken = asyncio.run(_judged(random.Random(seed), service, started, kills))
-    finally:
-        if service.lives:
-            started += service.kill()
-    left = _still_there(lambda: [each for each in started if _is_alive(each)])
-    groups, mounts = _still_there(lambda: _groups(service.lives)), _still_there(_mounts)
-    figures |= {"processes left": len(left), "control groups left": len(groups), "mounts left": len(mounts)}
-    broken += [f"process {each} outlives its service" for each in left]
-    broken += [f"{each} outlives its service" for each in (*groups, *mounts)]
-    return Verdict(figures, tuple(broken))
+    (port,) = free_ports(1)
+    words = ["oubliette", "serve", "--repository", str(directory / "repository"), "--port", str(port), "--at-once", "2"]
+    service = MortalService([sys.executable, "-m", "pipelinerl.cli", *words])
+    return judged_by([service], lambda started: _judged(random.Random(seed), service, port, started, kills))
 
 
-async def _judged(draw, service, started, kills):
+async def _judged(draw, service, port, started, kills):
     languages = ("python", "c") if shutil.which("gcc") else ("python",)
-    rules = OublietteSection(languages=languages, time_limit_s=PATIENCE_S, url=f"http://127.0.0.1:{service.port}")
+    rules = OublietteSection(languages=languages, time_limit_s=PATIENCE_S, url=f"http://127.0.0.1:{port}")
     verifier = Oubliette(rules, deadline_s=PATIENCE_S)
     figures, broken, over = {"kills": 0, "answers": 0, "lost": 0, "wrong": 0}, list[str](), asyncio.Event()
 
@@ -101,7 +62,7 @@ async def _judged(draw, service, started, kills):
     try:
         for _ in range(kills):
             before = figures["answers"]
-            await _until(lambda before=before: figures["answers"] >= before + _AT_ONCE or bool(broken))
+            await until(lambda before=before: figures["answers"] >= before + _AT_ONCE or bool(broken))
             await asyncio.sleep(draw.random() * 0.2)
             started += await asyncio.to_thread(service.kill)
             figures["kills"] += 1

@@ -9,14 +9,12 @@ machine's load.
 import time
 from collections import Counter
 
-import psutil
-
 from pipelinerl.commands.remote import controller_of
 from pipelinerl.errors import PipelineError
 from pipelinerl.rng import generator
 from tests.fakes.live_run import launched, new_run
-from tests.faults.scenarios.scenario import Verdict
-from tests.patience import PATIENCE_S
+from tests.faults.scenarios.scenario import Verdict, unbalanced
+from tests.patience import PATIENCE_S, is_running
 
 SHORT = range(1)
 LONG = range(10)
@@ -45,7 +43,7 @@ def play(seed, directory):
                 broken.append(f"the run failed:\n{run.story()}")
         except (AssertionError, PipelineError) as error:
             broken.append(str(error))
-        broken += unbalanced(run, figures)
+        broken += contradictions(run, figures)
     order = ("kills", "of rank 0", "of rank 1", "found within 1 s", "trained groups")
     return Verdict({name: figures[name] for name in order}, tuple(broken))
 
@@ -54,17 +52,15 @@ def disturb(run, seed, number, figures):
     """Wait for two steps; then kill one rank, and check that the other rank ends and that both are restarted."""
     random = generator(seed, "rank", number)
     run_on(run, steps=2)
-    found = [process for process in run.note_processes().values() if "trainer-rank" in arguments_of(process)]
-    assert len([process for process in found if is_alive(process)]) == 1, run.story()
-    ranks, lives = (
-        (run.role("trainer"), next(process for process in found if is_alive(process))),
-        len(run.events("trainer_ready")),
+    (other,) = (
+        each for each in run.note_processes().values() if is_running(each.pid) and "trainer-rank" in each.cmdline()
     )
+    ranks, lives = (run.role("trainer"), other), len(run.events("trainer_ready"))
     rank = int(random.integers(2))
     time.sleep(random.uniform(0, 1))  # a random wait, so that the kill can happen anywhere in a step
     killed = time.monotonic()
     ranks[rank].kill()
-    while is_alive(ranks[1 - rank]):
+    while is_running(ranks[1 - rank].pid):
         assert time.monotonic() < killed + PATIENCE_S, f"rank {1 - rank} outlives rank {rank}:\n{run.story()}"
         time.sleep(0.005)
     figures["found within 1 s"] += time.monotonic() - killed <= 1.0
@@ -79,22 +75,7 @@ def run_on(run, *, steps):
     run.until(lambda run: len(run.steps()) >= before + steps, f"{steps} further steps")
 
 
-def arguments_of(process):
-    """Return the process's arguments, or none if it has ended."""
-    try:
-        return process.cmdline()
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        return []
-
-
-def is_alive(process):
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def unbalanced(run, figures):
+def contradictions(run, figures):
     """Return a sentence for each contradiction between the final ledger and the version of the run's last step.
 
     A trainer that was killed before its checkpoint was complete may have reached a later version, which does not count.
@@ -104,9 +85,7 @@ def unbalanced(run, figures):
         return []
     ledger, versions = finished[-1]["ledger"], run.steps()[-1]
     figures["trained groups"] += ledger["trained"]
-    broken = []
-    if ledger["issued"] != sum(count for fate, count in ledger.items() if fate != "issued"):
-        broken.append(f"groups are lost, the ledger does not balance: {ledger}")
+    broken = unbalanced(ledger)
     if ledger["trained"] != GROUPS_IN_A_STEP * versions:
         broken.append(f"{versions} versions of {GROUPS_IN_A_STEP} groups each, and the ledger says {ledger}")
     return broken

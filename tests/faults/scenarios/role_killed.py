@@ -26,7 +26,7 @@ from pipelinerl.messages import ROLLOUTS
 from pipelinerl.rng import generator
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from tests.faults.cluster import running
-from tests.faults.scenarios.scenario import Verdict
+from tests.faults.scenarios.scenario import Verdict, unbalanced
 
 SHORT = range(1)
 LONG = range(40)
@@ -70,8 +70,7 @@ def play(seed, directory, *, mutant="", kills=KILLS):
 def disturb(cluster, seed, number, forgotten, figures, mutant):
     """Wait for two steps; then kill a process and restart it."""
     random = generator(seed, "kill", number)
-    steps = len(cluster.events("step"))
-    cluster.until(lambda: len(cluster.events("step")) >= steps + 2, f"two steps before kill {number}")
+    cluster.more_steps(2, f"two steps before kill {number}")
     victim = "trainer" if mutant else str(random.choice(list(VICTIMS), p=list(VICTIMS.values())))
     if victim == "server":
         time.sleep(random.uniform(0, 0.1))
@@ -92,8 +91,7 @@ def disturb(cluster, seed, number, forgotten, figures, mutant):
 
 def settle(cluster):
     """Wait for four more steps, then stop the run by a request to its controller."""
-    steps = len(cluster.events("step"))
-    cluster.until(lambda: len(cluster.events("step")) >= steps + 4, "four steps after the last kill")
+    cluster.more_steps(4, "four steps after the last kill")
     with controller_of(cluster.directory) as controller:
         controller.stop()
     cluster.until(lambda: cluster.events("run_finished"), "the end of the run", statuses=(0,))
@@ -131,14 +129,11 @@ class Findings:
         times = Counter(index for index, _ in self._trained)
         self.twice = sorted((index, count) for index, count in times.items() if count > 1)
         self.lost = sorted(self._lost())
-        finished = cluster.events("run_finished")
-        ledgers = [event["ledger"] for event in finished]
-        self.unbalanced = [
-            f"the ledger does not balance: {ledger}"
-            for ledger in ledgers
-            if ledger["issued"] != sum(count for fate, count in ledger.items() if fate != "issued")
-            or ledger["trained"] != len(self._trained)
-        ]
+        self.unbalanced = []
+        for ledger in (event["ledger"] for event in cluster.events("run_finished")):
+            self.unbalanced += unbalanced(ledger)
+            if ledger["trained"] != len(self._trained):
+                self.unbalanced.append(f"{len(self._trained)} groups were trained, and the ledger says {ledger}")
 
     def _lineage(self, steps, last):
         """Return the groups on which the newest checkpoint's weights were trained, as (order, copy).

@@ -86,3 +86,9 @@ def play(scenario, seeds, *, report=lambda line: None):
         tally.broken += [f"seed {seed}: {sentence}; {again}" for sentence in verdict.broken]
     tally.seconds = time.monotonic() - began
     return tally
+
+
+def unbalanced(ledger):
+    """Return a sentence if the outcomes of a run's orders do not sum to the number of issued orders."""
+    ended = sum(count for outcome, count in ledger.items() if outcome != "issued")
+    return [] if ledger["issued"] == ended else [f"the ledger does not balance: {ledger}"]

@@ -60,9 +60,8 @@ def play(seed, directory):
 
 def _steps_per_s(cluster):
     """Wait for some steps, and return the rate of those after them."""
-    first = len(cluster.events("step")) + _STEPS // 2
-    cluster.until(lambda: len(cluster.events("step")) > first + _STEPS, f"{_STEPS} steps")
-    steps = cluster.events("step")[first : first + _STEPS + 1]
+    cluster.more_steps(_STEPS // 2)
+    steps = cluster.more_steps(_STEPS + 1)[: _STEPS + 1]
     return _STEPS / (steps[-1]["elapsed_s"] - steps[0]["elapsed_s"])
 
 

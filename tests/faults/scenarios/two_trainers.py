@@ -74,7 +74,7 @@ def play(seed, directory, *, mutant="", take_overs=TAKE_OVERS):
 
 def take_over(cluster, random, figures, *, mutant):
     """Suspend the trainer, start a second, resume the first; return a sentence for each later effect of the first."""
-    steps_are(cluster, 3, "three steps before a take-over")
+    cluster.more_steps(3, "three steps before a take-over")
     first = cluster.processes.pop("trainer")
     try:
         # Suspend a mutant only once its checkpoint is durable: from an earlier point, a slow disk could delay its
@@ -106,7 +106,7 @@ def take_over(cluster, random, figures, *, mutant):
     finally:
         first.kill()
         first.join()
-    steps_are(cluster, 3, f"three steps of epoch {epoch + 1}")
+    cluster.more_steps(3, f"three steps of epoch {epoch + 1}")
     written += after(cluster, seen, pid=first.pid)
     if first.exitcode != 2 or WORDS not in (cluster.directory / "trainer.log").read_text():
         written.append(f"the fenced trainer must end with status 2 and say so, it ended with {first.exitcode}")
@@ -118,12 +118,6 @@ def head_start(cluster, *, up_to_s):
     steps, deadline = len(cluster.events("step")), time.monotonic() + up_to_s
     while len(cluster.events("step")) == steps and time.monotonic() < deadline:
         time.sleep(0.01)
-
-
-def steps_are(cluster, more, what):
-    """Wait until the run has made `more` further steps."""
-    steps = len(cluster.events("step"))
-    cluster.until(lambda: len(cluster.events("step")) >= steps + more, what)
 
 
 def stop(cluster, pid, *, operation, points, up_to_s):

@@ -19,12 +19,13 @@ from typing import Final
 import psutil
 
 from pipelinerl.plugins.verifier_service.client import VerifierServices
+from pipelinerl.system.machine import free_ports
 from pipelinerl.system.service_client import ServicePatience
 from pipelinerl.types import Outcome
 from pipelinerl.verifiers.verifier import SampledAnswer
 from tests.fakes.verifier_service import RULES, TOKEN, lease, problem
 from tests.faults.scenarios.scenario import Verdict
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, is_running
 
 SHORT = range(2)
 LONG = range(50)
@@ -34,27 +35,24 @@ _AT_ONCE: Final = 6
 _ANSWERS: Final = 4
 
 
-class _Service:
-    def __init__(self, domain):
-        self.domain = domain
-        self.port = 0
+class MortalService:
+    """A service in a process of its own, which prints a line once it listens; it may be killed and started again."""
+
+    def __init__(self, command):
+        self._command = command
         self.lives: list[int] = []
         self.process: subprocess.Popen[str]
 
     def start(self):
-        command = [sys.executable, "-m", "tests.fakes.verifier_service", self.domain, str(self.port)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.port = int(self.process.stdout.readline())
+        self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
         self.lives.append(self.process.pid)
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.port}"
+        assert self.process.stdout is not None
+        if not self.process.stdout.readline():
+            raise RuntimeError("the service did not start; its message stands above")
 
     def kill(self):
         """Kill the service's own process; return the processes that it had started."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
+        children = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         self.process.kill()
         self.process.wait(PATIENCE_S)
         assert self.process.stdout is not None
@@ -62,26 +60,32 @@ class _Service:
         return children
 
 
-def play(seed, directory, *, kills=1):
-    domain = "code" if seed % 2 and shutil.which("bwrap") else "words"
-    services = [_Service(domain) for _ in range(2)]
+def judged_by(services, judge):
+    """Start the services, and let `judge` use and kill them; return the verdict, with what outlives its service.
+
+    `judge` is a function `(started) -> (figures, broken)`, where `started` collects the processes of killed services.
+    """
     started: list[psutil.Process] = []
-    lives: list[int] = []
     try:
         for service in services:
             service.start()
-        figures, broken = asyncio.run(_judged(random.Random(seed), domain, services, started, kills))
+        figures, broken = asyncio.run(judge(started))
     finally:
         for service in services:
-            if service.lives:
-                started += service.kill()
-            lives += service.lives
-    left = _still_there(lambda: [each for each in started if _is_alive(each)])
+            started += service.kill() if service.lives else []
+    lives = [life for service in services for life in service.lives]
+    left = _still_there(lambda: [each for each in started if is_running(each.pid)])
     groups, mounts = _still_there(lambda: _groups(lives)), _still_there(_mounts)
     figures |= {"processes left": len(left), "control groups left": len(groups), "mounts left": len(mounts)}
-    broken += [f"process {each} outlives its service" for each in left]
-    broken += [f"{each} outlives its service" for each in (*groups, *mounts)]
+    broken += [f"{each} outlives its service" for each in (*left, *groups, *mounts)]
     return Verdict(figures, tuple(broken))
+
+
+def play(seed, directory, *, kills=1):
+    domain = "code" if seed % 2 and shutil.which("bwrap") else "words"
+    command = [sys.executable, "-m", "tests.fakes.verifier_service", domain]
+    services = {f"http://127.0.0.1:{port}": MortalService([*command, str(port)]) for port in free_ports(2)}
+    return judged_by(services.values(), lambda started: _judged(random.Random(seed), domain, services, started, kills))
 
 
 async def _judged(draw, domain, services, started, kills):
@@ -89,7 +93,8 @@ async def _judged(draw, domain, services, started, kills):
     figures, broken, over = {"kills": 0, "groups": 0, "lost": 0, "wrong": 0}, list[str](), asyncio.Event()
 
     def lease_all():
-        client.update([lease(each.url, life=str(len(each.lives)), domains=(domain,)) for each in services])
+        lives = {url: str(len(service.lives)) for url, service in services.items()}
+        client.update([lease(url, life=life, domains=(domain,)) for url, life in lives.items()])
 
     async def work(number):
         while not over.is_set():
@@ -110,9 +115,9 @@ async def _judged(draw, domain, services, started, kills):
     try:
         for _ in range(kills):
             before = figures["groups"]
-            await _until(lambda before=before: figures["groups"] >= before + _AT_ONCE or bool(broken))
+            await until(lambda before=before: figures["groups"] >= before + _AT_ONCE or bool(broken))
             await asyncio.sleep(draw.random() * 0.2)
-            victim = draw.choice(services)
+            victim = draw.choice([*services.values()])
             started += await asyncio.to_thread(victim.kill)
             figures["kills"] += 1
             await asyncio.to_thread(victim.start)
@@ -130,7 +135,7 @@ def _answer(domain, number, right):
     return SampledAnswer(f"```python\nprint({printed})\n```" if domain == "code" else str(printed))
 
 
-async def _until(holds):
+async def until(holds):
     assert callable(holds)
     async with asyncio.timeout(PATIENCE_S):
         while not holds():
@@ -143,13 +148,6 @@ def _still_there(find):
     while (found := find()) and time.monotonic() < deadline:
         time.sleep(0.02)
     return found
-
-
-def _is_alive(process):
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _groups(lives):

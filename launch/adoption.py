@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -35,19 +34,13 @@ from pipelinerl.system.process_record import ProcessRecord, read_records
 _LOOK_S: Final = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class _Watched:
-    record: ProcessRecord
-    spec: ProcessSpec
-
-
 class _Adoption:
     def __init__(self, run_dir: Path, announce: Callable[[str], None]) -> None:
         section = load_run(run_dir).launch
         self._run_dir = run_dir
         self._announce = announce
         self._restarts = section.restarts
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[str, tuple[ProcessRecord, ProcessSpec]] = {}
         self._supervisor = Supervisor(
             Plan(()),
             run_dir,
@@ -76,27 +69,23 @@ class _Adoption:
         records = read_records(self._run_dir)
         ours = self._supervisor.pids.values()
         for name, record in records.items():
-            known = self._watched.get(name)
-            is_known = known is not None and known.record == record
+            is_known = name in self._watched and self._watched[name][0] == record
             if not is_known and record.pid not in ours and record.is_alive:
-                self._watched[name] = _Watched(record, _spec_of(record, self._restarts))
+                self._watched[name] = record, _spec_of(record, self._restarts)
                 self._announce(f"watching {name} (process {record.pid})")
-        for name, watched in list(self._watched.items()):
-            if not watched.record.is_alive:
-                del self._watched[name]
-                self._ended(watched, is_recorded=records.get(name) == watched.record)
-
-    def _ended(self, watched: _Watched, *, is_recorded: bool) -> None:
-        record = watched.record
-        left = record.ended_without and not Path(record.ended_without).exists()
-        if is_recorded and not left:
-            began_s = record.started / os.sysconf("SC_CLK_TCK")
-            self._supervisor.revive(watched.spec, up_s=time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
-            return
-        self._announce(f"{record.name} has ended")
-        if record.role == "controller" and (end := tell(read_events(self._run_dir / "events.jsonl")).finished):
-            failed = end.get("kind") == "run_failed"
-            self._supervisor.end(RunOutcome.FAILED if failed else RunOutcome.COMPLETED, str(end.get("reason", "")))
+        for name, (record, spec) in list(self._watched.items()):
+            if record.is_alive:
+                continue
+            del self._watched[name]
+            left = record.ended_without and not Path(record.ended_without).exists()
+            if records.get(name) == record and not left:
+                began_s = record.started / os.sysconf("SC_CLK_TCK")
+                self._supervisor.revive(spec, up_s=time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
+                continue
+            self._announce(f"{record.name} has ended")
+            if record.role == "controller" and (end := tell(read_events(self._run_dir / "events.jsonl")).finished):
+                failed = end.get("kind") == "run_failed"
+                self._supervisor.end(RunOutcome.FAILED if failed else RunOutcome.COMPLETED, str(end.get("reason", "")))
 
 
 def _spec_of(record: ProcessRecord, restarts: int) -> ProcessSpec:

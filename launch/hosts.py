@@ -151,7 +151,12 @@ def _read(word: str, gpus: int | None, *, may_use: bool) -> Host:
     name, _, address = where.partition("=")
     if not _NAME.fullmatch(name) or (address and not _NAME.fullmatch(address)):
         raise UserError(f"--node must be {_EXAMPLE}, got {word!r}")
-    options = dict(_option(part, word) for part in rest.split(",")) if rest else {}
+    options: dict[str, str] = {}
+    for part in rest.split(",") if rest else ():
+        key, equals, value = part.partition("=")
+        if not equals or key not in ("gpus", "roles"):
+            raise UserError(f"--node knows gpus and roles, such as {_EXAMPLE}; got {part!r} in {word!r}")
+        options[key] = value
     given = options.get("gpus", gpus)
     if given is None and may_use:
         raise RecipeError(
@@ -170,13 +175,8 @@ def _read(word: str, gpus: int | None, *, may_use: bool) -> Host:
     return Host(name=name, address=address or name, devices=devices, roles=roles)
 
 
-def _option(part: str, word: str) -> tuple[str, str]:
-    key, equals, value = part.partition("=")
-    if not equals or key not in ("gpus", "roles"):
-        raise UserError(f"--node knows gpus and roles, such as {_EXAMPLE}; got {part!r} in {word!r}")
-    return key, value
-
-
+#: What CUDA takes for the name of a device.
+_DEVICE: Final = re.compile(r"\d+$|GPU-|MIG-")
 #: Seconds for `nvidia-smi` to answer; without persistence mode it first wakes the GPUs, which takes seconds.
 _DEADLINE_S: Final = 30.0
 _QUERY: Final = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,mig.mode.current", "--format=csv,noheader,nounits")
@@ -234,7 +234,7 @@ def read_devices(gpus: str, *, instances: str = "", visible: str | None = None) 
 def _named(rows: list[list[str]], visible: str) -> Iterator[VisibleDevice]:
     """Yield the devices that CUDA_VISIBLE_DEVICES names; like CUDA, stop at the first word that is no device name."""
     sizes = {row[2] for row in rows}
-    for name in takewhile(_names_something, (part.strip() for part in visible.split(","))):
+    for name in takewhile(_DEVICE.match, (part.strip() for part in visible.split(","))):
         if name.startswith("MIG-"):
             yield VisibleDevice(name)
             continue
@@ -247,10 +247,6 @@ def _named(rows: list[list[str]], visible: str) -> Iterator[VisibleDevice]:
             there = ", ".join(f"{row[0]} ({row[1]})" for row in rows)
             raise UserError(f"{VARIABLE} names {name}, and this machine has the GPUs {there}; correct the variable")
         yield VisibleDevice(name, _mebibytes(same[0][2]) if same else None)
-
-
-def _names_something(name: str) -> bool:
-    return name.isdecimal() or name.startswith(("GPU-", "MIG-"))
 
 
 def _instances_of(uuid: str, listing: str) -> list[str]:

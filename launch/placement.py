@@ -111,19 +111,18 @@ class Placement:
         users = Counter(index for each in self.assignments.values() for index in each.indices)
         shared = sorted(index for index, count in users.items() if count > 1)
         unused = [index for index in range(len(devices)) if index not in users]
-        parts = [", ".join(f"{name} on {self._where(each)}" for name, each in self.assignments.items())]
+        places = []
+        for name, each in self.assignments.items():
+            place = " + ".join(map(devices.label, each.indices))
+            if each.share is not None:
+                memory = devices.each[each.indices[0]].memory_mib
+                much = "" if memory is None else f", {each.share * memory / 1024:.1f} GiB"
+                place += f" ({each.share:g} of its memory{much})"
+            places.append(f"{name} on {place}")
+        parts = [", ".join(places)]
         parts += [f"shared: {', '.join(map(devices.label, shared))}"] if shared else []
         parts += [f"free: {', '.join(map(devices.label, unused))}"] if unused else []
         return "; ".join(parts)
-
-    def _where(self, assignment: Assignment) -> str:
-        devices = self.head.devices
-        labels = " + ".join(map(devices.label, assignment.indices))
-        if assignment.share is None:
-            return labels
-        memory = devices.each[assignment.indices[0]].memory_mib
-        much = "" if memory is None else f", {assignment.share * memory / 1024:.1f} GiB"
-        return f"{labels} ({assignment.share:g} of its memory{much})"
 
 
 def place(config: RunConfig, devices: Devices) -> Placement:

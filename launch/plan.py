@@ -220,7 +220,7 @@ class Launch:
             port=port,
             changes=changes,
             own={"type": type},
-            shown={**self._shown(name, "engine", type or config.engine.type, on), **self._moves_to(own)},
+            shown={**self._shown(name, "engine", type, on), **self._moves_to(own)},
             gpus=on.gpus,
             cpu=None if self._may_take_turns else own,
             on_exit=OnExit.RESTART if type is None else OnExit.SPARE,
@@ -244,7 +244,7 @@ class Launch:
             roles.trainer,
             TRAINER,
             changes=(*self.server_settings, *self._trainer_settings),
-            shown={**self._trainer_shown(TRAINER), **self._moves_to(cpu)},
+            shown={**self._shown(TRAINER, "trainer"), **self._moves_to(cpu)},
             after=self._servers,
             gpus=self.assignment_of(TRAINER).gpus,
             group=TRAINER if several else None,
@@ -259,7 +259,7 @@ class Launch:
             name,
             changes=self._trainer_settings,
             own={"rank": rank},
-            shown=self._trainer_shown(name),
+            shown=self._shown(name, "trainer"),
             gpus=self.assignment_of(name).gpus,
             group=TRAINER,
         )
@@ -282,9 +282,6 @@ class Launch:
         """Return the variable that names a process's own cores, if it may also take turns with all cores."""
         return {cores.VARIABLE: ",".join(map(str, own))} if own and self._may_take_turns else {}
 
-    def _trainer_shown(self, name: str) -> Mapping[str, str]:
-        return self._shown(name, "trainer", self.config.trainer.type, self.assignment_of(name))
-
     def _environment(self, shown: Mapping[str, str]) -> Mapping[str, str]:
         # Roles find the embedded server's password file themselves only if the server's address is loopback.
         has_one = self.config.launch.threads == 1 and not self._may_take_turns
@@ -295,23 +292,22 @@ class Launch:
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
             "RES_OPTIONS": _RESOLVER,
-            **({REDIS_PASSWORD_VARIABLE: str(self._redis_password)} if away else {}),
+            **({REDIS_PASSWORD_VARIABLE: str(self.redis_password)} if away else {}),
             **shown,
         }
 
-    def redis(self) -> ProcessSpec:
-        """Return the spec of the embedded stream server."""
-        health = f"redis://{self.at('redis')}{quote(str(self._redis_password))}"
-        return self.spec(roles.redis, "redis", health=health)
-
     @property
-    def _redis_password(self) -> Path:
+    def redis_password(self) -> Path:
+        """The password file of the embedded stream server."""
         return self.run_dir / "redis" / "password"
 
-    def _shown(self, name: str, part: Literal["engine", "trainer"], type: str, on: Assignment) -> Mapping[str, str]:
-        devices, device = self.placement.host_of(name).devices, getattr(self.config, part).device
-        on_cpu = self.config.cpu_variables(part, type) if device == "cpu" and devices.each else {}
-        return on_cpu or devices.environment(on.indices)
+    def _shown(
+        self, name: str, part: Literal["engine", "trainer"], type: str | None = None, on: Assignment | None = None
+    ) -> Mapping[str, str]:
+        devices, section = self.placement.host_of(name).devices, getattr(self.config, part)
+        is_on_cpu = section.device == "cpu" and devices.each
+        on_cpu = self.config.cpu_variables(part, type or section.type) if is_on_cpu else {}
+        return on_cpu or devices.environment((on or self.assignment_of(name)).indices)
 
 
 def rank_of(name: str) -> int | None:
@@ -337,8 +333,10 @@ def processes_of(launch: Launch) -> Plan:
     def several(name: str, count: int) -> Iterator[ProcessSpec]:
         return (launch.spec(roles.role_of(name), each) for each in _numbered(name, count))
 
+    # The address of the embedded stream server's health check ends with the path of its password file.
+    streams = f"redis://{launch.at('redis')}{quote(str(launch.redis_password))}" if "redis" in launch.ports else None
     return Plan((
-        *([launch.redis()] if "redis" in launch.ports else []),
+        *([launch.spec(roles.redis, "redis", health=streams)] if "redis" in launch.ports else []),
         launch.spec(roles.controller, "controller", changes=launch.server_settings),
         *(launch.engine(roles.engine.numbered(number)) for number in range(config.engine.count)),
         *several("parameter-server", config.servers_to_start),

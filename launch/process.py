@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import unquote, urlsplit
 
 import httpx
@@ -174,7 +174,13 @@ class Process:
                 lines = log.read().decode(errors="replace").splitlines()
         except OSError:
             lines = []
-        shown = [text for line in lines[-count:] for text in _readable(line).splitlines()]
+        shown: list[str] = []
+        for line in lines[-count:]:
+            with contextlib.suppress(ValueError):
+                fields = json.loads(line)
+                if isinstance(fields, dict) and "message" in fields:
+                    line = f"{fields.get('level', 'info')}: {fields['message']}\n{fields.get('trace') or ''}"
+            shown += line.splitlines()
         return "\n".join(f"    {visible(text)}" for text in shown[-count:]) or "    (it wrote nothing)"
 
 
@@ -196,29 +202,14 @@ def exit_words(status: int) -> str:
 def answers(address: str) -> bool:
     """Return whether the service at a health address (see `ProcessSpec.health`) is ready."""
     parts = urlsplit(address)
-    if parts.scheme == "redis":
+    if parts.scheme == "redis":  # the server must accept the password and have loaded its data
         with contextlib.suppress(OSError):
-            return _plays_ping_pong((parts.hostname or "", parts.port or 0), Path(unquote(parts.path)))
+            words = f"AUTH {Path(unquote(parts.path)).read_text()}\r\nPING\r\n".encode()
+            where = parts.hostname or "", parts.port or 0
+            with socket.create_connection(where, _PROBE_TIMEOUT_S) as link, link.makefile("rb") as answers:
+                link.sendall(words)
+                return answers.readline() == b"+OK\r\n" and answers.readline() == b"+PONG\r\n"
         return False
     with contextlib.suppress(httpx.HTTPError), http_client.session(timeout_s=_PROBE_TIMEOUT_S) as http:
         return http.get(address).status_code == httpx.codes.OK
     return False
-
-
-def _plays_ping_pong(address: tuple[str, int], password: Path) -> bool:
-    """Return whether the stream server at this address accepts the password and has loaded its data."""
-    words = f"AUTH {password.read_text()}\r\nPING\r\n".encode()
-    with socket.create_connection(address, _PROBE_TIMEOUT_S) as link, link.makefile("rb") as answers:
-        link.sendall(words)
-        return answers.readline() == b"+OK\r\n" and answers.readline() == b"+PONG\r\n"
-
-
-def _readable(line: str) -> str:
-    try:
-        fields: Any = json.loads(line)
-    except ValueError:
-        return line
-    if not isinstance(fields, dict) or "message" not in fields:
-        return line
-    trace = f"\n{fields['trace']}" if fields.get("trace") else ""
-    return f"{fields.get('level', 'info')}: {fields['message']}{trace}"

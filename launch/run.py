@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -153,6 +152,24 @@ def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
                     progress.show(status)
                     staff.follow(status)
 
+            def suspend() -> bool:
+                try:
+                    controller.suspend()
+                except UserError:
+                    return False
+                return True
+
+            def end(result: RunResult) -> None:
+                if head is None:
+                    return
+                # The launcher counts a suspended run as completed, but the other nodes must learn that the run can be
+                # resumed.
+                last = tell(_events_of(directory)).finished or {}
+                if result.outcome is RunOutcome.COMPLETED and last.get("kind") == "run_suspended":
+                    words = f"suspended; resume with: pipelinerl run --resume {directory.path}"
+                    result = RunResult(RunOutcome.STOPPED, words)
+                head.end(_judged(result, last))
+
             members = read_members(directory.path)
             head = None if members is None else HeadNode(launch, members, announce)
             if head is not None:
@@ -163,10 +180,10 @@ def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
                 start_timeout_s=config.launch.start_timeout_s,
                 grace_s=config.launch.grace_s,
                 save_s=config.launch.save_s,
-                suspend=partial(_suspends, controller),
+                suspend=suspend,
                 announce=announce,
                 on_tick=follow,
-                on_end=partial(_tell_nodes, head, directory),
+                on_end=end,
                 tell_restarts=None if head is None else head.tell_restarts,
             )
             staff = EngineProcesses(supervisor, launch, give_up=reader.give_up)
@@ -208,26 +225,16 @@ def show_end(result: RunResult, directory: RunDirectory, events: Sequence[Event]
     if result.outcome is RunOutcome.FAILED and "trainer_ready" in kinds:
         console.print(f"to resume from its newest checkpoint: pipelinerl run --resume {directory.path}", soft_wrap=True)
     style = {RunOutcome.COMPLETED: "green", RunOutcome.STOPPED: "yellow", RunOutcome.FAILED: "red"}[result.outcome]
-    message = _why_it_ended(result.outcome, directory, events) or result.message
+    last = tell(events).finished or {}
+    message = str(last.get("reason", ""))
+    match result.outcome, last.get("kind"):
+        case RunOutcome.COMPLETED, "run_suspended":
+            message = f"{message or 'suspended'}; resume with: pipelinerl run --resume {directory.path}"
+        case (RunOutcome.COMPLETED, "run_finished") | (RunOutcome.FAILED, "run_failed"):
+            message = message or result.message
+        case _:
+            message = result.message
     console.print(f"[{style}]{result.outcome}[/]: {escape(visible(message))}", highlight=False, soft_wrap=True)
-
-
-def _suspends(controller: ControllerCalls) -> bool:
-    try:
-        controller.suspend()
-    except UserError:
-        return False
-    return True
-
-
-def _tell_nodes(head: HeadNode | None, directory: RunDirectory, result: RunResult) -> None:
-    # The launcher counts a suspended run as completed, but the other nodes must learn that the run can be resumed.
-    if head is None:
-        return
-    last = tell(_events_of(directory)).finished or {}
-    if result.outcome is RunOutcome.COMPLETED and last.get("kind") == "run_suspended":
-        result = RunResult(RunOutcome.STOPPED, f"suspended; resume with: pipelinerl run --resume {directory.path}")
-    head.end(_judged(result, last))
 
 
 def _judged(result: RunResult, last: Event) -> RunResult:
@@ -242,16 +249,6 @@ def _events_of(directory: RunDirectory) -> list[Event]:
         return read_events(directory.events)
     except OSError:
         return []
-
-
-def _why_it_ended(outcome: RunOutcome, directory: RunDirectory, events: Sequence[Event]) -> str:
-    last = tell(events).finished or {}
-    match outcome, last.get("kind"):
-        case RunOutcome.COMPLETED, "run_suspended":
-            return f"{last.get('reason', 'suspended')}; resume with: pipelinerl run --resume {directory.path}"
-        case (RunOutcome.COMPLETED, "run_finished") | (RunOutcome.FAILED, "run_failed"):
-            return str(last.get("reason", ""))
-    return ""
 
 
 class _StatusReader:

@@ -24,7 +24,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, Final
 
-from filelock import BaseFileLock, FileLock, Timeout
+from filelock import FileLock, Timeout
 
 from launch.cluster.membership import read_members
 from pipelinerl.config.recipe import RunConfig, check_layout, load, load_run, save, to_table, write_layout
@@ -74,7 +74,8 @@ def held(run_dir: Path) -> Iterator[None]:
     """Lock a run's directory for the supervisor of its processes; raise `UserError` if another one has locked it."""
     lock = run_dir / _LOCK
     try:
-        acquired = _lock(lock).acquire()
+        # Unlike a plain lock file, the kernel releases this lock when its holder dies.
+        acquired = FileLock(lock, timeout=0, mode=0o600, fallback_to_soft=False).acquire()
     except Timeout:
         holder = lock.read_text() or "unknown"
         raise UserError(
@@ -85,23 +86,6 @@ def held(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def _lock(path: Path) -> BaseFileLock:
-    # Unlike a plain lock file, the kernel releases this lock when its holder dies.
-    return FileLock(path, timeout=0, mode=0o600, fallback_to_soft=False)
-
-
-def _holder_of(path: Path) -> str | None:
-    """Return the process id of the launcher that has locked the directory; None if it is not locked."""
-    lock = path / _LOCK
-    if not lock.is_file():
-        return None
-    try:
-        with _lock(lock).acquire():
-            return None
-    except Timeout:
-        return lock.read_text() or "unknown"
-
-
 def refuse_namesake(config: RunConfig, *, by_hand: Callable[[Path], str]) -> None:
     """Raise `UserError` if a run of this name is live, since a second run on this machine is rarely intended.
 
@@ -110,8 +94,14 @@ def refuse_namesake(config: RunConfig, *, by_hand: Callable[[Path], str]) -> Non
     """
     directories = (_numbered(config, number).run_directory for number in count(1))
     for path in takewhile(os.path.lexists, directories):
-        runner = f"process {pid}" if (pid := _holder_of(path)) is not None else by_hand(path)
-        if runner:
+        lock, runner = path / _LOCK, ""
+        if lock.is_file():
+            try:
+                with FileLock(lock, timeout=0, mode=0o600, fallback_to_soft=False):
+                    pass
+            except Timeout:
+                runner = f"process {lock.read_text() or 'unknown'}"
+        if runner := runner or by_hand(path):
             raise UserError(
                 f"a run of this name is live in {path} ({runner}): to look at it, pipelinerl top {path}; to end it, "
                 f"pipelinerl stop {path}; to resume it once it has ended, pipelinerl run --resume {path}; to start "
@@ -250,11 +240,18 @@ def change_recipe(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
             f"this run is on several hosts, each with a recipe of its own: change {run_dir}/recipe.toml there"
         )
     changed = differences(_started(run_dir), after)
+    try:
+        events = read_events(run_dir / "events.jsonl")
+    except OSError:
+        events = []
+    live = {name: value for event in events if event["kind"] == "knobs" for name, value in event["changes"].items()}
+    keys = {name: key for name, key in _KEY_OF_KNOB.items() if name in live}
+    keys |= {f"domain_weights.{name}": f"domains.{name}.weight" for name in live.get("domain_weights") or ()}
     refused = [f"{key} cannot change on a resumed run: {reason}" for key in changed if (reason := _reason(key))]
     refused += [
         f"{key} was changed while the run was live, which takes precedence; set it once the run is live again: "
         f"pipelinerl knobs set {run_dir} {knob}=…"
-        for knob, key in _live_knobs(run_dir).items()
+        for knob, key in keys.items()
         if key in changed
     ]
     if refused:
@@ -323,15 +320,3 @@ def _reason(key: str) -> str:
         if (found := BOUND.get(".".join(path[:length]))) is not None:
             return found
     return _STEPS
-
-
-def _live_knobs(run_dir: Path) -> dict[str, str]:
-    """Return the knobs (settings of a live run) that were changed, each with its key in the recipe."""
-    try:
-        events = read_events(run_dir / "events.jsonl")
-    except OSError:
-        return {}
-    names = {name: value for event in events if event["kind"] == "knobs" for name, value in event["changes"].items()}
-    weights = names.get("domain_weights")
-    domains = {f"domain_weights.{name}": f"domains.{name}.weight" for name in weights or ()}
-    return {name: key for name, key in _KEY_OF_KNOB.items() if name in names} | domains

@@ -149,14 +149,11 @@ class Supervisor:
     @property
     def ended(self) -> frozenset[str]:
         """The names of processes that ended for good, together with all processes that they had started."""
-        return self._in(State.ENDED)
+        return frozenset(name for name, process in self._processes.items() if process.state is State.ENDED)
 
     @property
     def stopping(self) -> frozenset[str]:
-        return self._in(State.STOPPING)
-
-    def _in(self, state: State) -> frozenset[str]:
-        return frozenset(name for name, process in self._processes.items() if process.state is state)
+        return frozenset(name for name, process in self._processes.items() if process.state is State.STOPPING)
 
     def knows(self, name: str) -> bool:
         """Return whether the run has, or had, a process of this name."""
@@ -242,8 +239,9 @@ class Supervisor:
     def _advance(self, process: Process, now: float) -> None:
         if self._result is not None or process.state is State.ENDED:
             return
+        name = process.spec.name
         if process.state is State.WAITING:
-            if all(self._is_healthy(name, process, now) for name in process.spec.after):
+            if all(self._is_healthy(each, process, now) for each in process.spec.after):
                 self._start(process, now)
         elif process.state is State.BACKING_OFF:
             if now >= process.due:
@@ -254,8 +252,13 @@ class Supervisor:
                 process.state = State.ENDED
         elif (status := process.exit_status()) is not None:
             self._exited(process, status, now)
-        elif process.state is State.STARTING:
-            self._await_health(process, now)
+        elif process.state is State.STARTING and now - self._probed_at.get(name, float("-inf")) >= _PROBE_EVERY_S:
+            if process.answers():
+                process.state = State.HEALTHY
+            elif now - process.started_at > self._start_timeout_s:
+                words = f"{name} did not answer {process.spec.health} within {self._start_timeout_s:g} s of its start"
+                self._fail(process, words)
+            self._probed_at[name] = time.monotonic()
 
     def _is_healthy(self, name: str, waiting: Process, now: float) -> bool:
         if name in self._processes:
@@ -280,18 +283,6 @@ class Supervisor:
             self._tell_reaper("+", process.start(now))
         except OSError as error:
             self.end(RunOutcome.FAILED, f"{process.spec.name} cannot be started: {error}")
-
-    def _await_health(self, process: Process, now: float) -> None:
-        name = process.spec.name
-        if now - self._probed_at.get(name, float("-inf")) < _PROBE_EVERY_S:
-            return
-        if process.answers():
-            process.state = State.HEALTHY
-        elif now - process.started_at > self._start_timeout_s:
-            self._fail(
-                process, f"{name} did not answer {process.spec.health} within {self._start_timeout_s:g} s of its start"
-            )
-        self._probed_at[name] = time.monotonic()
 
     def _exited(self, process: Process, status: int, now: float) -> None:
         spec = process.spec
@@ -321,19 +312,15 @@ class Supervisor:
         wait_s = budget.died(up_s)
         process.state, process.due = State.BACKING_OFF, now + wait_s
         self._announce(f"{words}; restarting it in {wait_s:g} s ({budget.unforgiven:.0f} of {process.spec.restarts})")
-        self._restart_with(process)
-        self._tell_restarts()
-
-    def _restart_with(self, died: Process) -> None:
-        # Restart the other processes of the group as well: they would wait for the dead process forever.
-        for process in self._processes.values():
-            if process is died or died.spec.group is None or process.spec.group != died.spec.group:
+        for other in self._processes.values():
+            if other is process or process.spec.group is None or other.spec.group != process.spec.group:
                 continue
-            # Restart ended processes, too: the restarted group may need them.
-            if process.pid is not None or process.state is State.ENDED:
-                self._announce(f"restarting {process.spec.name} with it")
-                self._forget(process)
-                process.state, process.due = State.BACKING_OFF, died.due
+            # The others of the group would wait for the dead process forever, and it may need those that have ended.
+            if other.pid is not None or other.state is State.ENDED:
+                self._announce(f"restarting {other.spec.name} with it")
+                self._forget(other)
+                other.state, other.due = State.BACKING_OFF, process.due
+        self._tell_restarts()
 
     def _tell_restarts(self) -> None:
         died = (each.budget.status(name) for name, each in self._processes.items() if each.budget.deaths)
@@ -461,10 +448,21 @@ class EngineProcesses:
         port = next(port for port in free_ports(len(self._ports) + 1) if port not in self._ports)
         self._ports.add(port)
         spec = self._launch.engine(requested.name, port=port, type=requested.type, on=on or Assignment())
-        if on is None:
-            self._supervisor.refuse(spec, self._refusal(requested))
-        else:
+        if on is not None:
             self._supervisor.add(spec)
+            return
+        needs = self._launch.config.gpus_of_engine(requested.type)
+        holders = [
+            (self._devices.label(i), ", ".join(name for name, on in self._held.items() if i in on.indices) or "free")
+            for i in range(len(self._devices))
+        ]
+        state = "; ".join(f"{label}: {names}" for label, names in holders)
+        refusal = (
+            f"{requested.name} takes {needs} GPU{'s' if needs > 1 else ''}, and too few are free ({state}); take an "
+            "engine out first, or start the run with an engine.memory_share and a trainer.memory_share that leave room "
+            "for another"
+        )
+        self._supervisor.refuse(spec, refusal)
 
     def _take_devices(self, requested: RequestedEngine) -> Assignment | None:
         """Reserve and return devices for an engine, least used first; return None if too few are free.
@@ -487,16 +485,3 @@ class EngineProcesses:
             return None
         self._held[requested.name] = Assignment(tuple(chosen), share)
         return self._held[requested.name]
-
-    def _refusal(self, requested: RequestedEngine) -> str:
-        needs = self._launch.config.gpus_of_engine(requested.type)
-        holders = [
-            (self._devices.label(i), ", ".join(name for name, on in self._held.items() if i in on.indices) or "free")
-            for i in range(len(self._devices))
-        ]
-        state = "; ".join(f"{label}: {names}" for label, names in holders)
-        return (
-            f"{requested.name} takes {needs} GPU{'s' if needs > 1 else ''}, and too few are free ({state}); take an "
-            "engine out first, or start the run with an engine.memory_share and a trainer.memory_share that leave room "
-            "for another"
-        )

@@ -69,10 +69,18 @@ def manifests(config: RunConfig, members: Members, *, run_dir: Path, image: str)
             "the recipe holds a password, token or key outside streams.redis_url, and a ConfigMap would show it to "
             "every reader of this namespace; remove it, and pass it to the pods in another way"
         )
-    claim = {
-        "accessModes": ["ReadWriteMany"],
-        "resources": {"requests": {"storage": "100Gi"}},
-    }
+    claim = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "100Gi"}}}
+    roles: dict[str, list[ProcessSpec]] = {}
+    for spec in plan.specs:
+        if spec.health is not None:
+            roles.setdefault(re.sub(r"-\d+$", "", spec.name), []).append(spec)
+    services = []
+    for role, specs in roles.items():
+        # The service selects the one host that runs the role, or all hosts if several do.
+        on = {spec.host for spec in specs}
+        selector = labels | ({_HOST_LABEL: next(iter(on))} if len(on) == 1 else {})
+        service = {"selector": selector, "ports": [_port(each) for each in specs], "clusterIP": "None"}
+        services.append(_object("v1", "Service", f"{name}-{role}", labels, spec=service))
     return [
         _object("v1", "ConfigMap", f"{name}-recipe", labels, data={"recipe.toml": recipe}),
         _object("v1", "PersistentVolumeClaim", f"{name}-runs", labels, spec=claim),
@@ -80,7 +88,7 @@ def manifests(config: RunConfig, members: Members, *, run_dir: Path, image: str)
             "clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels,
             "ports": [_port(spec) for spec in plan.specs if spec.health is not None],
         }),
-        *(_role_service(name, role, specs, labels) for role, specs in _listening(plan).items()),
+        *services,
         *(
             _object("batch/v1", "Job", f"{name}-{host.name}", labels | {_HOST_LABEL: host.name}, spec=_job(
                 config, host, hosts, plan.of_host(host.name), members.first_port, run_dir, image
@@ -130,22 +138,6 @@ def _object(api: str, kind: str, name: str, labels: Mapping[str, str], **rest: o
     return {"apiVersion": api, "kind": kind, "metadata": {"name": name, "labels": dict(labels)}, **rest}
 
 
-def _listening(plan: Plan) -> dict[str, list[ProcessSpec]]:
-    roles: dict[str, list[ProcessSpec]] = {}
-    for spec in plan.specs:
-        if spec.health is not None:
-            roles.setdefault(re.sub(r"-\d+$", "", spec.name), []).append(spec)
-    return roles
-
-
-def _role_service(run: str, role: str, specs: Sequence[ProcessSpec], labels: Mapping[str, str]) -> dict[str, Any]:
-    # The service selects the one host that runs the role, or all hosts if several do.
-    hosts = {spec.host for spec in specs}
-    selector = dict(labels) | ({_HOST_LABEL: next(iter(hosts))} if len(hosts) == 1 else {})
-    spec = {"selector": selector, "ports": [_port(each) for each in specs], "clusterIP": "None"}
-    return _object("v1", "Service", f"{run}-{role}", labels, spec=spec)
-
-
 def _port(spec: ProcessSpec) -> dict[str, Any]:
     # Pods limit port names to 15 characters, so `parameter-server` becomes `weights`.
     name = spec.name.replace("parameter-server", "weights")
@@ -159,11 +151,15 @@ def _job(
     words = [each for other in hosts for each in ("--node", other.word)]
     command = ["python3", "-P", "-m", "pipelinerl.cli", "node", str(run_dir), "--name", host.name, "--first-port"]
     command += [str(first_port), *words, "--recipe", f"{RECIPE_FOLDER}/recipe.toml"]
+    environment: list[dict[str, Any]] = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
+    if config.streams.redis_url is not None:  # the URL may hold a password, so pods read it from a Kubernetes secret
+        key = {"name": f"{run}-streams", "key": "url"}
+        environment.append({"name": "PIPELINERL_REDIS_URL", "valueFrom": {"secretKeyRef": key}})
     container: dict[str, Any] = {
         "name": "node",
         "image": image,
         "command": command,
-        "env": _environment(config),
+        "env": environment,
         "volumeMounts": [
             {"name": "runs", "mountPath": str(run_dir.parent)},
             {"name": "recipe", "mountPath": RECIPE_FOLDER, "readOnly": True},
@@ -200,15 +196,6 @@ def _job(
         "podFailurePolicy": {"rules": [ends, evicted]},
         "template": {"metadata": {"labels": labels}, "spec": pod},
     }
-
-
-def _environment(config: RunConfig) -> list[dict[str, Any]]:
-    # The URL of the user's own Redis server may hold a password, so pods read it from a Kubernetes secret.
-    always: list[dict[str, Any]] = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
-    if config.streams.redis_url is None:
-        return always
-    key = {"name": f"{config.run.name}-streams", "key": "url"}
-    return [*always, {"name": "PIPELINERL_REDIS_URL", "valueFrom": {"secretKeyRef": key}}]
 
 
 def _yaml(value: Any) -> Iterator[str]:

@@ -105,7 +105,9 @@ def plan_lines(launch: Launch) -> Iterator[str]:
         named = host.name if host.name == host.address else f"{host.name} ({host.address})"
         yield f"host {named}: {len(host.devices) or 'no'} GPU{'' if len(host.devices) == 1 else 's'}"
         for spec in here:
-            rules = "; ".join([_devices(launch, spec.name), *_meeting(launch, spec), *_rules(spec)])
+            meets = rank_of(spec.name) == 0 and TRAINER in launch.ports
+            meeting = [f"its ranks meet at {launch.at(TRAINER)}"] if meets else []
+            rules = "; ".join([_devices(launch, spec.name), *meeting, *_rules(spec)])
             yield f"  {spec.name:<{name_width}}  {_address(spec):<{address_width}}  {rules}"
             own = " ".join(f"{key}={value}" for key, value in spec.env.items() if key not in shared)
             if own:
@@ -119,32 +121,30 @@ def plan_lines(launch: Launch) -> Iterator[str]:
 
 def plan_json(launch: Launch) -> dict[str, Any]:
     """Return the whole plan as JSON values for other programs, including every process's arguments."""
-    plan = processes_of(launch)
+    processes = [
+        {
+            "name": spec.name,
+            "host": spec.host,
+            "rank": rank_of(spec.name),
+            "argv": list(spec.argv),
+            "env": dict(spec.env),
+            "health": spec.health,
+            "devices": list((on := launch.assignment_of(spec.name)).indices),
+            "memory_share": on.share,
+            "cores": None if spec.cpu is None else list(spec.cpu),
+            "after": list(spec.after),
+            "on_exit": str(spec.on_exit),
+            "restarts": spec.restarts,
+            "stop_order": spec.stop_order,
+            "group": spec.group,
+        }
+        for spec in processes_of(launch).specs
+    ]
     return {
         "run_dir": str(launch.run_dir),
         "token_file": str(launch.token_file),
         "hosts": [host.to_json() for host in launch.placement.hosts],
-        "processes": [_process_json(launch, spec) for spec in plan.specs],
-    }
-
-
-def _process_json(launch: Launch, spec: ProcessSpec) -> dict[str, Any]:
-    on = launch.assignment_of(spec.name)
-    return {
-        "name": spec.name,
-        "host": spec.host,
-        "rank": rank_of(spec.name),
-        "argv": list(spec.argv),
-        "env": dict(spec.env),
-        "health": spec.health,
-        "devices": list(on.indices),
-        "memory_share": on.share,
-        "cores": None if spec.cpu is None else list(spec.cpu),
-        "after": list(spec.after),
-        "on_exit": str(spec.on_exit),
-        "restarts": spec.restarts,
-        "stop_order": spec.stop_order,
-        "group": spec.group,
+        "processes": processes,
     }
 
 
@@ -161,11 +161,6 @@ def _devices(launch: Launch, name: str) -> str:
         return "CPU"
     labels = map(launch.placement.host_of(name).devices.label, on.indices)
     return " + ".join(labels) + ("" if on.share is None else f" ({on.share:g} of it)")
-
-
-def _meeting(launch: Launch, spec: ProcessSpec) -> Iterator[str]:
-    if rank_of(spec.name) == 0 and TRAINER in launch.ports:
-        yield f"its ranks meet at {launch.at(TRAINER)}"
 
 
 def _rules(spec: ProcessSpec) -> Iterator[str]:

@@ -60,7 +60,7 @@ def run_node(
         UserError: the run has no such host, its share cannot run, or the recipe is refused.
     """
     if recipe is not None and not (run_dir / "recipe.toml").is_file():
-        config = _in(run_dir, load(recipe))
+        config = load(recipe).changed("run", directory=run_dir.parent, name=run_dir.name)
         given = members_of(config)
         if given is not None and given.hosts[0].name == name:
             if run_dir.exists():
@@ -80,11 +80,6 @@ def run_node(
         refuse(run_directory.open_run(run_dir).config)
         return resume(run_dir, connect=connect)
     return serve_share(run_dir, name)
-
-
-def _in(run_dir: Path, config: RunConfig) -> RunConfig:
-    section = config.run.model_copy(update={"directory": run_dir.parent, "name": run_dir.name})
-    return config.model_copy(update={"run": section})
 
 
 def serve_share(run_dir: Path, host: str, *, announce: Callable[[str], None] = print, head_s: float = HEAD_S) -> int:
@@ -127,6 +122,12 @@ class _Share:
         directory = run_directory.open_run(run_dir)
         launch = launch_on(record.members, host, directory)
         own, section = processes_of(launch).of_host(host), directory.config.launch
+
+        def end(result: RunResult) -> None:
+            # A failure ends the whole run, so report it to the head before anything is stopped here.
+            if self._result is None and result.outcome is RunOutcome.FAILED:
+                self._file.tell(membership.NodeState.FAILED, result.message)
+
         trains = any(spec.name == TRAINER for spec in own.specs)
         self._supervisor = Supervisor(
             own,
@@ -135,7 +136,7 @@ class _Share:
             grace_s=max(section.grace_s, section.save_s) if trains else section.grace_s,
             announce=announce,
             on_tick=self._follow,
-            on_end=self._end,
+            on_end=end,
             tell_restarts=self._file.tell_restarts,
         )
 
@@ -168,11 +169,6 @@ class _Share:
     def _end_with(self, result: RunResult) -> None:
         self._result = result
         self._supervisor.end(result.outcome, result.message)
-
-    def _end(self, result: RunResult) -> None:
-        # A failure ends the whole run, so report it to the head before anything is stopped here.
-        if self._result is None and result.outcome is RunOutcome.FAILED:
-            self._file.tell(membership.NodeState.FAILED, result.message)
 
 
 def _await_launch(run_dir: Path, host: str, announce: Callable[[str], None], head_s: float) -> membership.LaunchRecord:

@@ -123,7 +123,11 @@ class _Nodes:
 
     def run(self) -> int:
         """Start all nodes, and restart those that die; return the exit status of the head's node."""
-        before = [(each, signal.signal(each, self._interrupted)) for each in (signal.SIGINT, signal.SIGTERM)]
+
+        def note(_number: int, _frame: object) -> None:
+            self._interrupts += 1
+
+        before = [(each, signal.signal(each, note)) for each in (signal.SIGINT, signal.SIGTERM)]
         try:
             self._begin_all()
             while True:
@@ -133,7 +137,8 @@ class _Nodes:
                     elif reference in self._serving:  # ignore nodes from before a restart of all nodes
                         status = self._ended(self._serving.pop(reference), reference)
                         if status is not None:
-                            self._await_other_nodes()
+                            if self._serving:  # their processes have stopped already; wait for their last output
+                                self._ray.wait(list(self._serving), num_returns=len(self._serving), timeout=_STOP_S)
                             return status
                 for name in [name for name, due in self._due.items() if due <= time.monotonic()]:
                     del self._due[name]
@@ -205,19 +210,16 @@ class _Nodes:
             return
         self._hosts[name] = replace(self._members.hosts[self._number(name)], address=address)
         if len(self._hosts) == len(self._members.hosts):  # a node starts only once the addresses of all hosts are known
+            located = [self._hosts[host.name] for host in self._members.hosts]
+            hosts = [word for host in located for word in ("--node", host.word)]
             for each in set(self._actors) - {*self._serving.values(), *self._locating.values(), *self._due}:
-                self._serve(each)
+                words = [str(self._run_dir), "--name", each, "--first-port", str(self._members.first_port), *hosts]
+                output = self._run_dir / "cluster" / f"node-{each}.out"
+                self._announce(f"{each} is {self._hosts[each].address}; its output goes to {output}")
+                self._serving[self._actors[each].serve.remote(words, str(output))] = each
 
     def _number(self, name: str) -> int:
         return [host.name for host in self._members.hosts].index(name)
-
-    def _serve(self, name: str) -> None:
-        located = [self._hosts[host.name] for host in self._members.hosts]
-        hosts = [word for host in located for word in ("--node", host.word)]
-        words = [str(self._run_dir), "--name", name, "--first-port", str(self._members.first_port), *hosts]
-        output = self._run_dir / "cluster" / f"node-{name}.out"
-        self._announce(f"{name} is {self._hosts[name].address}; its output goes to {output}")
-        self._serving[self._actors[name].serve.remote(words, str(output))] = name
 
     def _ended(self, name: str, reference: Any) -> int | None:
         """Handle the end of a node; restart a node that died. Return the exit status of the run once it has ended."""
@@ -240,14 +242,6 @@ class _Nodes:
         self._ray.kill(self._actors[name])
         self._begin(name)
         return None
-
-    def _await_other_nodes(self) -> None:
-        # The head waits until the other nodes have stopped their processes, but not for their last lines of output.
-        if self._serving:
-            self._ray.wait(list(self._serving), num_returns=len(self._serving), timeout=_STOP_S)
-
-    def _interrupted(self, _number: int, _frame: object) -> None:
-        self._interrupts += 1
 
     def _suspend(self) -> None:
         # No need to stop nodes here: the head's node ends once the run's state is saved, which ends the loop in `run`.

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Final
 
 from launch.cluster.membership import Members
-from launch.hosts import Host
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import UserError
 
@@ -114,11 +113,15 @@ def slurm_script(config: RunConfig, members: Members, *, run_dir: Path, extra: S
         f"--output={run_dir / 'slurm-%j.out'}",
         *extra,
     ]
+    names = 'mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")'
+    if named:
+        own = [f"[{each.name}]=:gpus={len(each.devices)},roles={'+'.join(sorted(each.roles))}" for each in hosts]
+        names = f"names=({' '.join(host.name for host in hosts)})\ndeclare -A more=({' '.join(own)})"
     return _SCRIPT.format(
         directives="\n".join(f"#SBATCH {directive}" for directive in directives),
         run_dir=shlex.quote(str(run_dir)),
         pipelinerl=shlex.join([sys.executable, "-P", "-m", "pipelinerl.cli"]),
-        names=_names(hosts) if named else 'mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        names=names,
         options="${more[$name]}" if named else f":gpus={most}",
         first_port=members.first_port,
         restarts=config.launch.restarts,
@@ -147,8 +150,3 @@ def submit(script: str, run_dir: Path) -> str:
         )
     job = done.stdout.strip().partition(";")[0]
     return f"submitted as job {job}; follow it with: tail -f {run_dir}/slurm-{job}.out, or pipelinerl status {run_dir}"
-
-
-def _names(hosts: Sequence[Host]) -> str:
-    more = " ".join(f"[{host.name}]=:gpus={len(host.devices)},roles={'+'.join(sorted(host.roles))}" for host in hosts)
-    return f"names=({' '.join(host.name for host in hosts)})\ndeclare -A more=({more})"

@@ -7,14 +7,10 @@ import pytest
 
 from launch.hosts import LOCALHOST
 from launch.plan import Launch, Plan, ProcessSpec, listening, processes_of
-from pipelinerl.config.recipe import parse
 from pipelinerl.roles.role import OnExit
+from tests.launch.config import config_of
 
 RUN = Path("/runs/x")
-
-
-def _config(**sections):
-    return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
 
 
 def _plan(config, cores=(0, 1)):
@@ -26,7 +22,7 @@ def spec_of(plan, name):
 
 
 def test_launch_plan_defines_the_start_order_ports_and_exit_rules_of_processes():
-    made = _plan(_config(engine={"count": 2}, actor={"count": 2}))
+    made = _plan(config_of(engine={"count": 2}, actor={"count": 2}))
     names = [spec.name for spec in made.specs]
     assert names == ["redis", "controller", "engine-0", "engine-1", "trainer", "actor-0", "actor-1"]
     ports = {spec.name: spec.argv[spec.argv.index("--port") + 1] for spec in made.specs if "--port" in spec.argv}
@@ -41,17 +37,17 @@ def test_launch_plan_defines_the_start_order_ports_and_exit_rules_of_processes()
 
 
 def test_verifier_services_start_and_stop_with_the_engines():
-    config = _config(verification={"services": 2})
+    config = config_of(verification={"services": 2})
     made = _plan(config)
     assert [spec.name for spec in made.specs][-3:] == ["verifier-0", "verifier-1", "actor-0"]
-    assert len(list(listening(config))) == len(list(listening(_config()))) + 2
+    assert len(list(listening(config))) == len(list(listening(config_of()))) + 2
     spec = spec_of(made, "verifier-1")
     assert (spec.health, spec.after, spec.on_exit) == ("http://127.0.0.1:5004/health", ("controller",), OnExit.DONE)
     assert spec.argv[4] == "verifier" and spec.stop_order > spec_of(made, "actor-0").stop_order
 
 
 def test_every_process_in_a_launch_plan_is_a_pipelinerl_command_with_the_common_options():
-    for spec in _plan(_config()).specs:
+    for spec in _plan(config_of()).specs:
         assert spec.argv[:5] == ("py", "-P", "-m", "pipelinerl.cli", spec.name.split("-")[0])
         given = dict(zip(spec.argv[5::2], spec.argv[6::2], strict=True))
         assert given["--recipe"] == "/runs/x/recipe.toml"
@@ -72,14 +68,14 @@ def test_every_process_in_a_launch_plan_is_a_pipelinerl_command_with_the_common_
     ],
 )
 def test_openmp_threads_spin_before_they_sleep_if_a_process_may_have_several(sections, threads, spins):
-    for spec in _plan(_config(**sections)).specs:
+    for spec in _plan(config_of(**sections)).specs:
         assert spec.env["OMP_NUM_THREADS"] == threads
         assert ("OMP_WAIT_POLICY" in spec.env) is not spins
         assert (int(spec.env.get("GOMP_SPINCOUNT", 0)) > 0) is spins
 
 
 def test_parameter_servers_start_before_the_trainer_that_gets_their_urls():
-    config = _config(weights={"transport": "pull"}, parameter_server={"replicas": 2})
+    config = config_of(weights={"transport": "pull"}, parameter_server={"replicas": 2})
     assert len(list(listening(config))) == 5
     made = _plan(config)
     names = [spec.name for spec in made.specs]
@@ -99,7 +95,7 @@ def test_parameter_servers_start_before_the_trainer_that_gets_their_urls():
 
 
 def test_launcher_starts_no_stream_server_if_the_recipe_names_a_running_one():
-    config = _config(streams={"redis_url": "redis://:s3cret@db:6379/3"})
+    config = config_of(streams={"redis_url": "redis://:s3cret@db:6379/3"})
     assert list(listening(config)) == ["controller", "engine-0"]
     made = _plan(config)
     assert "redis" not in [spec.name for spec in made.specs]
@@ -124,19 +120,19 @@ def test_launcher_starts_no_stream_server_if_the_recipe_names_a_running_one():
 def test_engines_and_trainer_are_pinned_to_different_cores_on_machines_with_few_cores(
     cores, sections, engines, trainer
 ):
-    made = _plan(_config(**sections, staleness={"j": 1, "k": 2}), cores)
+    made = _plan(config_of(**sections, staleness={"j": 1, "k": 2}), cores)
     assert [spec.cpu for spec in made.specs if spec.name.startswith("engine")] == engines
     assert spec_of(made, "trainer").cpu == trainer
     assert all(spec.cpu is None for spec in made.specs if spec.name.split("-")[0] in ("redis", "controller", "actor"))
 
 
 def test_processes_that_may_take_turns_with_all_cores_are_told_their_own_cores_instead_of_being_pinned():
-    made = _plan(_config(), (2, 5))
+    made = _plan(config_of(), (2, 5))
     for name, own in (("engine-0", "2"), ("trainer", "5")):
         spec = spec_of(made, name)
         assert (spec.cpu, spec.env["PIPELINERL_CORES"]) == (None, own)
     assert "PIPELINERL_CORES" not in spec_of(made, "actor-0").env
-    made = _plan(_config(trainer={"type": "jax"}), (2, 5))
+    made = _plan(config_of(trainer={"type": "jax"}), (2, 5))
     assert spec_of(made, "engine-0").cpu == (2,), "a trainer that cannot change its threads takes no turns"
 
 
@@ -146,11 +142,12 @@ def test_launch_plan_with_a_process_before_its_dependency_is_rejected():
         Plan((a, b))
     with pytest.raises(ValueError, match="unique, got 'b' twice"):
         Plan((b, b))
+    assert Plan((a,), {"b": "http://a/health"}).specs == (a,), "the process before it runs on another host"
 
 
 def test_processes_of_a_trainer_form_one_group_with_a_rendezvous_port():
-    config = _config(trainer={"options": {"mesh": {"dp_replicate": 2, "dp_shard": 2}}})
-    assert list(listening(config)) == [*listening(_config()), "trainer"]
+    config = config_of(trainer={"options": {"mesh": {"dp_replicate": 2, "dp_shard": 2}}})
+    assert list(listening(config)) == [*listening(config_of()), "trainer"]
     made = _plan(config)
     members = [spec for spec in made.specs if spec.group == "trainer"]
     assert [spec.name for spec in members] == ["trainer", "trainer-rank-1", "trainer-rank-2", "trainer-rank-3"]
@@ -166,14 +163,14 @@ def test_processes_of_a_trainer_form_one_group_with_a_rendezvous_port():
 def test_trainer_forms_no_process_group_if_it_has_one_process_or_its_other_ranks_start_elsewhere():
     distributed = {"coordinator": "10.0.0.1:8476", "token_file": "/t"}
     for options in ({}, {"mesh": {"dp_shard": 1}}, {"mesh": {"dp_shard": 2}, "distributed": distributed}):
-        made = _plan(_config(trainer={"options": options}))
+        made = _plan(config_of(trainer={"options": options}))
         assert [spec.name for spec in made.specs if "trainer" in spec.name] == ["trainer"]
         assert spec_of(made, "trainer").group is None and "--set" not in spec_of(made, "trainer").argv
 
 
 def test_experiment_tracker_process_is_optional_and_stops_after_the_controller():
-    assert "tracker" not in [spec.name for spec in _plan(_config()).specs]
-    made = _plan(_config(trackers={"tensorboard": True}))
+    assert "tracker" not in [spec.name for spec in _plan(config_of()).specs]
+    made = _plan(config_of(trackers={"tensorboard": True}))
     tracker = spec_of(made, "tracker")
     assert (tracker.on_exit, tracker.after, tracker.health) == (OnExit.SPARE, ("controller",), None)
     assert tracker.stop_order > spec_of(made, "controller").stop_order

@@ -19,11 +19,11 @@ from launch.placement import place
 from launch.plan import Launch, Plan, ProcessSpec, listening, processes_of
 from launch.process import State
 from launch.supervisor import EngineProcesses, RunOutcome, RunResult, Supervisor
-from pipelinerl.config.recipe import parse
 from pipelinerl.observability.status import FleetStatus, RequestedEngine, RunStatus
 from pipelinerl.roles.role import OnExit
 from pipelinerl.system.machine import free_ports, is_free
-from tests.patience import PATIENCE_S, SOON_S
+from tests.launch.config import config_of
+from tests.patience import PATIENCE_S, SOON_S, is_running, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SLEEP = "import time; time.sleep(60)"
@@ -50,43 +50,19 @@ def _run(specs, run_dir, **rest):
     return supervisor.run(), messages
 
 
-def _alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def _soon(condition, timeout_s=PATIENCE_S):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def test_run_that_completes_leaves_no_process_behind(tmp_path):
+def test_run_starts_a_process_once_its_dependency_is_healthy_and_leaves_no_process_behind(tmp_path):
     (port,) = free_ports(1)
     pid_file = tmp_path / "pid"
-    service = _spec("service", f"import os; open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n" + SERVE, port,
-                    health=f"http://127.0.0.1:{port}/health")  # fmt: skip
-    main = _spec("main", "print('worked')", after=("service",), on_exit=OnExit.COMPLETE)
+    late = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(0.4)\n"
+    service = _spec("service", late + SERVE, port, health=f"http://127.0.0.1:{port}/health")
+    probe = f"import socket; socket.create_connection(('127.0.0.1', {port})); print('worked')"
+    main = _spec("main", probe, after=("service",), on_exit=OnExit.COMPLETE, restarts=0)
     result, messages = _run([service, main], tmp_path)
     assert (result.outcome, result.exit_status, messages) == (RunOutcome.COMPLETED, 0, [])
-    assert (tmp_path / "logs" / "main.log").read_text() == "worked\n"
-    assert not _alive(int(pid_file.read_text()))
+    log = tmp_path / "logs" / "main.log"
+    assert log.read_text() == "worked\n" and log.stat().st_mode & 0o777 == 0o600, "user code may log private data"
+    assert not is_running(int(pid_file.read_text()))
     assert is_free(port)
-
-
-def test_supervisor_starts_a_process_only_when_its_dependencies_are_healthy(tmp_path):
-    (port,) = free_ports(1)
-    slow = _spec("slow", "import time; time.sleep(0.4)\n" + SERVE, port, health=f"http://127.0.0.1:{port}/")
-    probe = f"import socket; socket.create_connection(('127.0.0.1', {port}))"
-    result, messages = _run(
-        [slow, _spec("main", probe, after=("slow",), on_exit=OnExit.COMPLETE, restarts=0)], tmp_path
-    )
-    assert (result.outcome, messages) == (RunOutcome.COMPLETED, [])
 
 
 def test_run_fails_with_the_end_of_a_processs_log_when_its_restart_budget_is_spent(tmp_path):
@@ -231,7 +207,7 @@ def _interrupted_run(tmp_path, main, *, suspend, interrupts=1, save_s=PATIENCE_S
             os.kill(os.getpid(), signal.SIGINT)
 
     spec = _spec("main", main, on_exit=OnExit.COMPLETE)
-    return _run([spec], tmp_path, on_tick=interrupt, suspend=suspend, save_s=save_s)
+    return _run([spec], tmp_path, on_tick=interrupt, suspend=suspend, save_s=save_s, grace_s=PATIENCE_S)
 
 
 def test_run_saves_its_state_on_ctrl_c_before_it_stops(tmp_path):
@@ -258,12 +234,12 @@ def test_run_saves_its_state_on_ctrl_c_before_it_stops(tmp_path):
         (True, 2, PATIENCE_S, "saving; press Ctrl-C again"),
         (False, 1, PATIENCE_S, "stopping; press Ctrl-C again"),
     ],
-    ids=["saves too slowly", "second Ctrl-C", "no controller to save"],
+    ids=["saves too slowly", "second Ctrl-C kills at once", "no controller to save"],
 )
 def test_run_that_does_not_save_in_time_is_stopped(tmp_path, hears, interrupts, save_s, says):
-    main = f"print('up', flush=True)\n{SLEEP}"
+    main, began = STUBBORN if interrupts == 2 else f"print('up', flush=True)\n{SLEEP}", time.monotonic()
     result, messages = _interrupted_run(tmp_path, main, suspend=lambda: hears, interrupts=interrupts, save_s=save_s)
-    assert result.outcome is RunOutcome.STOPPED
+    assert result.outcome is RunOutcome.STOPPED and time.monotonic() - began < SOON_S
     assert any(line.startswith(says) for line in messages), messages
 
 
@@ -288,21 +264,6 @@ signal.pause()\ntime.sleep(1.0)\nprint('done', flush=True)"""
     assert messages == [] and log.read_text().split() == ["up", "done"]
 
 
-def test_second_ctrl_c_kills_all_processes_without_waiting(tmp_path):
-    log = tmp_path / "logs" / "stubborn.log"
-    interrupted_at = []
-
-    def interrupt():
-        if log.exists() and log.read_text():
-            interrupted_at.append(time.monotonic())
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    result, _ = _run([_spec("stubborn", STUBBORN)], tmp_path, grace_s=PATIENCE_S, on_tick=interrupt)
-    assert result.outcome is RunOutcome.STOPPED
-    assert time.monotonic() - interrupted_at[0] < SOON_S
-
-
 def test_child_processes_of_a_supervised_process_end_with_it(tmp_path):
     pid_file = tmp_path / "grandchild"
     code = (
@@ -312,7 +273,7 @@ def test_child_processes_of_a_supervised_process_end_with_it(tmp_path):
     )
     result, _ = _run([_spec("main", code, on_exit=OnExit.COMPLETE)], tmp_path)
     assert result.outcome is RunOutcome.COMPLETED
-    assert _soon(lambda: not _alive(int(pid_file.read_text())))
+    wait_until(lambda: not is_running(int(pid_file.read_text())), "it has happened")
 
 
 def test_no_process_survives_a_killed_supervisor(tmp_path):
@@ -332,13 +293,13 @@ def test_no_process_survives_a_killed_supervisor(tmp_path):
     """)
     supervisor = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
     pids = tmp_path / "pids"
-    assert _soon(lambda: pids.exists() and pids.read_text().endswith("\n"))
+    wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"), "it has happened")
     child, grandchild = map(int, pids.read_text().split())
-    assert _alive(child)
-    assert _alive(grandchild)
+    assert is_running(child)
+    assert is_running(grandchild)
     supervisor.kill()
     supervisor.wait()
-    assert _soon(lambda: not _alive(child) and not _alive(grandchild))
+    wait_until(lambda: not is_running(child) and not is_running(grandchild), "it has happened")
 
 
 def test_exception_in_the_supervisors_periodic_callback_stops_all_processes(tmp_path):
@@ -354,7 +315,7 @@ def test_exception_in_the_supervisors_periodic_callback_stops_all_processes(tmp_
     with pytest.raises(OSError, match="no terminal"):
         supervisor.run()
     assert seen
-    assert not any(_alive(pid) for pid in seen)
+    assert not any(is_running(pid) for pid in seen)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -365,42 +326,22 @@ def test_supervised_process_runs_only_on_the_cpu_cores_in_its_specification(tmp_
     assert (tmp_path / "logs" / "main.log").read_text() == f"[{core}]\n"
 
 
-def test_free_ports_are_distinct_and_a_port_in_use_does_not_count_as_free():
-    ports = free_ports(8)
-    assert len(set(ports)) == 8
-    assert all(is_free(port) for port in ports)
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        assert not is_free(taken.getsockname()[1])
-
-
 # --- processes added and stopped during a run -------------------------------------------------------------------------
 
 
 def _changing(run_dir, script):
     """Run a supervisor until `script` returns True; `script` is called at each tick and may add or stop processes."""
-    seen = run_dir / "seen"
+    seen, messages = run_dir / "seen", []
     wait = f"import os, time\nwhile not os.path.exists({str(seen)!r}): time.sleep(0.01)"
-    main = _spec("main", wait, on_exit=OnExit.COMPLETE)
-    messages = []
     supervisor: Supervisor
 
     def tick():
         if script(supervisor, messages):
             seen.touch()
 
-    supervisor = Supervisor(
-        Plan((main,)),
-        run_dir,
-        start_timeout_s=PATIENCE_S,
-        grace_s=0.5,
-        announce=messages.append,
-        on_tick=tick,
-        tick_every_s=0.02,
-    )
+    options = {"start_timeout_s": PATIENCE_S, "grace_s": 0.5, "on_tick": tick, "tick_every_s": 0.02}
+    plan = Plan((_spec("main", wait, on_exit=OnExit.COMPLETE),))
+    supervisor = Supervisor(plan, run_dir, announce=messages.append, **options)
     return supervisor.run(), messages
 
 
@@ -412,14 +353,14 @@ def test_process_can_be_added_to_and_stopped_in_a_live_run(tmp_path):
             supervisor.add(_spec("spare", SLEEP, on_exit=OnExit.SPARE))
         elif "spare" in supervisor.pids and not seen:
             seen.append(supervisor.pids["spare"])
-            assert _alive(seen[0])
+            assert is_running(seen[0])
         elif seen:
             supervisor.stop_engine("spare")
             supervisor.stop_engine("nobody")
         return bool(seen) and "spare" not in supervisor.pids
 
     result, messages = _changing(tmp_path, script)
-    assert result.outcome is RunOutcome.COMPLETED and not _alive(seen[0])
+    assert result.outcome is RunOutcome.COMPLETED and not is_running(seen[0])
     assert messages == ["starting spare", "stopping spare"], "a stop on request does not count as a death"
 
 
@@ -436,7 +377,7 @@ def test_stopped_process_that_ignores_sigterm_is_killed_while_the_run_continues(
 
     result, _ = _changing(tmp_path, script)
     assert result.outcome is RunOutcome.COMPLETED and seen
-    assert not any(_alive(pid) for pid in seen)
+    assert not any(is_running(pid) for pid in seen)
 
 
 def test_run_continues_if_a_process_that_was_added_to_it_fails(tmp_path):
@@ -451,12 +392,6 @@ def test_run_continues_if_a_process_that_was_added_to_it_fails(tmp_path):
     assert result.outcome is RunOutcome.COMPLETED
     assert messages[1].startswith("the run continues without spare: spare ended (exit status 2); its log")
     assert "no such type" in messages[1]
-
-
-def test_adding_a_process_whose_name_is_in_use_is_rejected(tmp_path):
-    supervisor = Supervisor(Plan((_spec("main", SLEEP),)), tmp_path)
-    with pytest.raises(ValueError, match="must be unique, got 'main' again"):
-        supervisor.add(_spec("main", SLEEP))
 
 
 def test_process_waits_until_its_dependency_on_another_host_is_healthy(tmp_path):
@@ -486,36 +421,23 @@ def test_run_failure_on_another_host_is_reported_before_processes_stop(tmp_path)
             supervisor.end(RunOutcome.FAILED, "on host b: no room")
 
     def report(result):
-        pids.extend(pid for pid in supervisor.pids.values() if _alive(pid))
+        pids.extend(pid for pid in supervisor.pids.values() if is_running(pid))
 
     plan = Plan((_spec("main", SLEEP),))
     supervisor = Supervisor(
         plan, tmp_path, grace_s=SOON_S, announce=print, on_tick=tick, tick_every_s=0.0, on_end=report
     )
     assert supervisor.run() == RunResult(RunOutcome.FAILED, "on host b: no room")
-    assert len(pids) == 1 and not _alive(pids[0])
+    assert len(pids) == 1 and not is_running(pids[0])
 
 
 LAUNCH = Launch(
-    config=parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}]}),
+    config=config_of(),
     run_dir=Path("/runs/x"),
     ports={"controller": 5000, "engine-0": 5001, "redis": 5002},
     cores=(0, 1),
     python="py",
 )
-
-
-def nobody(name):
-    raise AssertionError(f"{name} is not beyond help")
-
-
-def status(*requested, to_stop=()):
-    return RunStatus(
-        run="x",
-        fleet=FleetStatus(
-            requested=tuple(RequestedEngine(name=name, type="bigram") for name in requested), to_stop=to_stop
-        ),
-    )
 
 
 def test_engine_added_during_a_run_has_its_own_type_and_exit_rule():
@@ -528,33 +450,26 @@ def test_engine_added_during_a_run_has_its_own_type_and_exit_rule():
 
 
 def test_engine_requested_by_several_status_messages_of_the_controller_is_started_once(tmp_path):
+    """Its port is neither that of another requested engine nor that of a dead process, which needs it again."""
+    ports, given_up = dict(zip(listening(LAUNCH.config), free_ports(3), strict=True)), []
     supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
-    staff = EngineProcesses(supervisor, LAUNCH, give_up=nobody)
+    staff = EngineProcesses(supervisor, replace(LAUNCH, ports=ports), give_up=given_up.append)
     for _ in range(2):
-        staff.follow(status("engine-1", "engine-2", "engine-3", to_stop=("engine-3", "nobody")))
+        staff.follow(wants("engine-1", "engine-2", "engine-3", to_stop=("engine-3", "nobody"), type="bigram"))
     assert [supervisor.knows(f"engine-{number}") for number in (1, 2, 3)] == [True, True, False]
-    urls = {process.spec.health for process in supervisor._processes.values()}
-    assert len(urls) == 2, "an assigned port is not assigned again before it is bound"
-    staff.follow(status("engine-1", to_stop=("engine-2",)))
-    assert supervisor.pids == {}
-
-
-def test_engine_added_during_a_run_never_gets_the_port_of_a_dead_process(tmp_path):
-    """A dead process of the recipe needs its port again when it restarts."""
-    ports = dict(zip(listening(LAUNCH.config), free_ports(3), strict=True))
-    supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
-    EngineProcesses(supervisor, replace(LAUNCH, ports=ports), give_up=nobody).follow(status("engine-1", "engine-2"))
-    given = {int(str(process.spec.health).split(":")[2].split("/")[0]) for process in supervisor._processes.values()}
-    assert len(given) == 2 and not given & set(ports.values())
+    taken = {int(str(process.spec.health).split(":")[2].split("/")[0]) for process in supervisor._processes.values()}
+    assert len(taken) == 2 and not taken & set(ports.values())
+    staff.follow(wants("engine-1", to_stop=("engine-2",)))
+    assert supervisor.pids == {} and given_up == []
 
 
 def test_failed_engine_is_reported_as_long_as_the_controller_requests_it(tmp_path):
     reported = []
     supervisor = Supervisor(Plan(()), tmp_path, announce=lambda text: None)
     staff = EngineProcesses(supervisor, LAUNCH, give_up=reported.append)
-    staff.follow(status("engine-1"))
+    staff.follow(wants("engine-1", type="bigram"))
     supervisor._fail(supervisor._processes["engine-1"], "it has no model")
-    for latest in (*[status("engine-1")] * 2, status("engine-1", to_stop=("engine-1",)), status()):
+    for latest in (*[wants("engine-1")] * 2, wants("engine-1", to_stop=("engine-1",)), wants()):
         staff.follow(latest)
     assert reported == ["engine-1"] * 2
 
@@ -565,7 +480,7 @@ def on_gpus(count, tmp_path, **engine):
     The first list receives the supervisor's announcements, the second the names of engines that are given up.
     """
     sections = {"engine": {"type": "torch", **engine}, "trainer": {"memory_share": 0.4} if engine else {}}
-    config = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
+    config = config_of(**sections)
     devices = Devices(tuple(VisibleDevice(str(index)) for index in range(count)))
     ports = dict(zip(listening(config), ports_from(5000), strict=False))
     launch = replace(LAUNCH, config=config, ports=ports, placement=place(config, devices))

@@ -12,13 +12,14 @@ import yaml
 from launch.cluster import kubernetes
 from launch.cluster.membership import Members
 from launch.hosts import read_hosts
-from pipelinerl.config.recipe import load, parse
+from pipelinerl.config.recipe import load
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import read_events
 from pipelinerl.system.machine import free_ports
 from tests.fakes.bigram_recipe import bigram_recipe
 from tests.fakes.kubelet import Kubelet
 from tests.fakes.live_run import CLI
+from tests.launch.config import config_of
 from tests.patience import PATIENCE_S
 
 RUN = Path("/runs/x")
@@ -26,12 +27,8 @@ ROOT = Path(__file__).resolve().parents[3]
 TWO = ("head:gpus=1", "worker:gpus=8")
 
 
-def _config(**sections):
-    return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "run": {"name": "x"}, **sections})
-
-
 def _manifests(words=TWO, **sections):
-    config = _config(**sections)
+    config = config_of(run={"name": "x"}, **sections)
     members = Members(hosts=read_hosts(config, words, count=None, gpus=None))
     return kubernetes.manifests(config, members, run_dir=RUN, image="registry/pipelinerl:1")
 

@@ -14,10 +14,10 @@ from launch.hosts import Host, numbered_devices, read_hosts
 from launch.plan import Plan, ProcessSpec
 from launch.run_directory import create
 from launch.supervisor import RunOutcome, RunResult, Supervisor
-from pipelinerl.config.recipe import parse
 from pipelinerl.errors import UserError
 from pipelinerl.observability.status import RestartStatus, read_restarts
 from pipelinerl.roles.role import OnExit
+from tests.launch.config import WITHOUT_GPUS, config_of
 from tests.patience import PATIENCE_S, SOON_S
 
 MEMBERS = membership.Members(
@@ -76,36 +76,16 @@ def test_state_file_that_a_cluster_node_wrote_for_another_launch_is_ignored(tmp_
     assert others.failure() == "on host b: engine-0 ended"
 
 
-def test_process_restarts_on_other_cluster_nodes_are_reported(tmp_path):
-    membership.folder_of(tmp_path).mkdir()
-    died = (RestartStatus(name="engine-1", deaths=2, unforgiven=1.0, limit=3),)
-    membership.NodeFile(tmp_path, "b", "one").tell_restarts(died)
-    others = membership.OtherNodes(tmp_path, "one", ["b"])
-    others.read(1.0)
-    assert others.restarts() == died
-
-
-def test_cluster_node_that_cannot_write_its_state_file_raises_no_error(tmp_path):
-    membership.NodeFile(tmp_path, "b", "one").tell(
-        membership.NodeState.UP
-    )  # cannot write, because the folder is missing
-    assert not membership.node_path(tmp_path, "b").exists()
-
-
-def test_cluster_node_that_finds_no_launch_fails_and_names_the_command_that_starts_one(tmp_path):
-    with pytest.raises(UserError, match=rf"host b waited 0 s .*pipelinerl run --resume {tmp_path}"):
-        serve_share(tmp_path, "b", head_s=0.0)
+def test_cluster_node_that_finds_no_launch_fails_and_names_the_command_that_starts_one(tmp_path, monkeypatch):
+    messages = []
+    monkeypatch.setattr(node, "_SILENT_S", 0.0)
+    membership.NodeFile(tmp_path, "b", "one").tell(membership.NodeState.UP)  # the folder is missing: no error
+    with pytest.raises(UserError, match=rf"host b waited 0.05 s .*pipelinerl run --resume {tmp_path}"):
+        serve_share(tmp_path, "b", announce=messages.append, head_s=0.05)
+    assert messages[0] == f"host b waits for a launch of the run in {tmp_path}, 0.05 s at most"
     membership.write_launch(tmp_path, replace(LAUNCH, result=RunResult(RunOutcome.STOPPED, "suspended")))
     with pytest.raises(UserError, match="waited 0 s"):
         serve_share(tmp_path, "b", head_s=0.0)
-
-
-def test_waiting_cluster_node_names_the_run_that_it_waits_for(tmp_path, monkeypatch):
-    messages = []
-    monkeypatch.setattr(node, "_SILENT_S", 0.0)
-    with pytest.raises(UserError):
-        serve_share(tmp_path, "b", announce=messages.append, head_s=0.05)
-    assert messages[0] == f"host b waits for a launch of the run in {tmp_path}, 0.05 s at most"
 
 
 def test_cluster_node_that_starts_after_the_run_has_ended_exits_without_waiting(tmp_path):
@@ -116,16 +96,7 @@ def test_cluster_node_that_starts_after_the_run_has_ended_exits_without_waiting(
 
 
 def test_cluster_node_for_a_host_that_is_unknown_or_already_served_is_rejected(tmp_path):
-    config = parse(
-        {
-            "model": {"path": "m"},
-            "domains": [{"name": "d", "source": "s"}],
-            "engine": {"type": "bigram"},
-            "trainer": {"type": "bigram"},
-            "run": {"name": "x", "directory": str(tmp_path)},
-        }
-    )
-    run_dir = create(config).path
+    run_dir = create(config_of(**WITHOUT_GPUS, run={"name": "x", "directory": str(tmp_path)})).path
     membership.write_launch(run_dir, LAUNCH)
     with pytest.raises(UserError, match="no host 'c'; its hosts are a, b"):
         serve_share(run_dir, "c", head_s=0.0)
@@ -140,9 +111,7 @@ DONE = RunResult(RunOutcome.COMPLETED, "completed")
 
 
 def _launch(run_dir, grace_s):
-    engine = {"type": "bigram", "count": 2}
-    table = {"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "engine": engine}
-    config = parse({**table, "trainer": {"type": "bigram"}, "launch": {"grace_s": grace_s}})
+    config = config_of(**WITHOUT_GPUS | {"engine": {"type": "bigram", "count": 2}, "launch": {"grace_s": grace_s}})
     members = membership.Members(hosts=read_hosts(config, ["a", "b"], count=None, gpus=None))
     (run_dir / "tokens.json").write_text(json.dumps({"token": "of this launch"}))
     membership.write_members(run_dir, members)

@@ -16,9 +16,9 @@ import pytest
 from launch.cluster.launchers import plan_json, plan_lines
 from launch.hosts import Devices, Host, Origin, VisibleDevice, numbered_devices, read_hosts
 from launch.placement import spread
-from launch.plan import Launch, Plan, processes_of
-from pipelinerl.config.recipe import parse
+from launch.plan import Launch, processes_of
 from pipelinerl.errors import UserError
+from tests.launch.config import config_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hosts"
 RUN = Path("/runs/x")
@@ -38,16 +38,12 @@ CASES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
 }
 
 
-def _config(**sections):
-    return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
-
-
 def _launch(config, hosts):
     return Launch.on(hosts, config, run_dir=RUN, ports=count(20000), python="py")
 
 
 def _planned(words, **sections):
-    config = _config(**sections)
+    config = config_of(**sections)
     return _launch(config, read_hosts(config, words, count=None, gpus=None))
 
 
@@ -79,7 +75,7 @@ def test_each_process_in_a_launch_plan_listens_at_the_address_of_its_host():
 def test_launch_plan_names_the_files_that_hold_secrets_but_contains_no_secret():
     shown = json.dumps(plan_json(_planned(TWO)))
     assert json.loads(shown)["token_file"] == "/runs/x/tokens.json"
-    config = _config(streams={"redis_url": "redis://:s3cret@db:6379/3"})
+    config = config_of(streams={"redis_url": "redis://:s3cret@db:6379/3"})
     launch = _launch(config, read_hosts(config, TWO, count=None, gpus=None))
     assert "s3cret" not in json.dumps(plan_json(launch)) + "".join(plan_lines(launch))
 
@@ -96,16 +92,16 @@ def test_ranks_of_one_trainer_form_one_process_group_with_one_gpu_for_each_rank(
 
 
 def test_hosts_can_be_given_as_a_number_instead_of_by_name():
-    hosts = read_hosts(_config(), [], count=2, gpus=4)
+    hosts = read_hosts(config_of(), [], count=2, gpus=4)
     assert [(host.name, host.address, len(host.devices)) for host in hosts] == [
         ("host-0", "host-0", 4), ("host-1", "host-1", 4),
     ]  # fmt: skip
     with pytest.raises(UserError, match="not both"):
-        read_hosts(_config(), ["a"], count=2, gpus=4)
+        read_hosts(config_of(), ["a"], count=2, gpus=4)
 
 
 def test_host_uses_the_gpus_that_it_detects_and_is_rejected_if_they_are_too_few():
-    placement = spread(_config(), [Host(name=n, address=n, devices=numbered_devices(1)) for n in "ab"])
+    placement = spread(config_of(), [Host(name=n, address=n, devices=numbered_devices(1)) for n in "ab"])
     own = placement.knowing("b", Devices((VisibleDevice("GPU-1"), VisibleDevice("GPU-2")), Origin.VARIABLE))
     assert own.host("b").devices == Devices((VisibleDevice("GPU-1"),), Origin.VARIABLE)
     assert own.host("a") == placement.host("a")
@@ -113,15 +109,3 @@ def test_host_uses_the_gpus_that_it_detects_and_is_rejected_if_they_are_too_few(
         placement.knowing("b", Devices())
     with pytest.raises(UserError, match="has no host 'c'; its hosts are a, b"):
         placement.host("c")
-
-
-def test_host_is_unchanged_after_encoding_as_json_and_decoding():
-    host = read_hosts(_config(), ["a=h.example:gpus=2,roles=actor"], count=None, gpus=None)[0]
-    assert Host.from_json(json.loads(json.dumps(host.to_json()))) == host
-
-
-def test_launch_plan_rejects_a_process_whose_dependency_runs_on_no_host():
-    spec = next(spec for spec in processes_of(_planned(TWO)).specs if spec.name == "engine-0")
-    assert Plan((spec,), {"controller": "http://a/health"}).specs == (spec,)
-    with pytest.raises(ValueError, match="engine-0 waits for controller"):
-        Plan((spec,))

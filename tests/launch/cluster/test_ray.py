@@ -11,14 +11,14 @@ import pytest
 from launch.cluster import ray as launcher
 from launch.cluster.membership import Members
 from launch.hosts import numbered_devices, read_hosts
-from pipelinerl.config.recipe import parse
 from pipelinerl.errors import UserError
 from tests.fakes.live_run import CLI, endless_run, launched
 from tests.fakes.ray_cluster import ray_cluster
+from tests.launch.config import config_of
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
-CONFIG = parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "run": {"name": "x"}})
+CONFIG = config_of(run={"name": "x"})
 
 #: A program that runs a cluster of two Ray nodes; it is a separate process, because Ray leaves threads behind. The run
 #: is already over, so that `pipelinerl node` ends immediately and only the use of Ray is tested.

@@ -16,24 +16,20 @@ import pytest
 from launch.cluster import slurm
 from launch.cluster.membership import Members
 from launch.hosts import read_hosts
-from pipelinerl.config.recipe import parse
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import read_events
 from pipelinerl.system.machine import free_ports
 from tests.fakes.live_run import CLI, endless_run, light_run
 from tests.fakes.slurm_cluster import slurm_cluster
+from tests.launch.config import config_of
 from tests.patience import PATIENCE_S
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hosts"
 RUN = Path("/runs/a run")
 
 
-def _config(**sections):
-    return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], **sections})
-
-
 def _script(words, *, count=None, gpus=8, **rest):
-    config = _config(launch={"save_s": 45.0})
+    config = config_of(launch={"save_s": 45.0})
     members = Members(hosts=read_hosts(config, words, count=count, gpus=gpus))
     return slurm.slurm_script(config, members, run_dir=RUN, **rest)
 
@@ -110,7 +106,7 @@ def test_slurm_script_restarts_killed_srun_steps_and_suspends_the_run_before_the
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (tmp_path / "program.py").write_text(_PROGRAM)
-    config = _config(engine={"type": "bigram"}, trainer={"type": "bigram"})
+    config = config_of(engine={"type": "bigram"}, trainer={"type": "bigram"})
     members = Members(hosts=read_hosts(config, [], count=2, gpus=None), first_port=21000)
     program = shlex.join([sys.executable, "-S", "-E", str(tmp_path / "program.py")])
     script = slurm.slurm_script(config, members, run_dir=run_dir)

@@ -119,22 +119,15 @@ async def test_run_whose_processes_were_started_one_by_one_can_be_resumed(tmp_pa
     assert to_table(open_run(directory.path).config) == to_table(config)
 
 
-async def test_restarted_controller_does_not_overwrite_an_edited_recipe_file(tmp_path, redis_url):
-    config = config_in(tmp_path)
-    config.run_directory.mkdir()
-    recipe = config.run_directory / "recipe.toml"
-    recipe.write_text("# edited since\n")
-    write_layout(config.run_directory)
-    async with serving(identity(config, redis_url)):
-        assert recipe.read_text() == "# edited since\n"
-
-
-def test_recipe_that_is_saved_for_resuming_contains_the_address_of_a_remote_stream_server(tmp_path):
+def test_recipe_is_saved_once_with_the_address_of_a_remote_stream_server(tmp_path):
     config = config_in(tmp_path)
     config.run_directory.mkdir()
     resumed_run.write_recipe(config, config.run_directory, "redis://:secret@db.lab:6379/0", begins=True)
     address = open_run(config.run_directory).config.streams.redis_url
     assert address.get_secret_value() == "redis://:secret@db.lab:6379/0"
+    (config.run_directory / "recipe.toml").write_text("# edited since\n")
+    resumed_run.write_recipe(config, config.run_directory, "redis://:secret@db.lab:6379/0", begins=False)
+    assert (config.run_directory / "recipe.toml").read_text() == "# edited since\n"
 
 
 def test_new_run_starts_even_if_its_checkpoint_location_is_unwritable(tmp_path, caplog):
@@ -191,7 +184,7 @@ async def test_new_run_is_rejected_while_a_run_with_the_same_name_is_live_at_the
         assert (second.run_dir / "events.jsonl").exists(), "a name is free once its run has ended"
 
 
-async def test_new_run_deletes_rollouts_left_by_a_dead_run_with_the_same_name(tmp_path, redis_url):
+async def test_new_run_deletes_rollouts_left_by_a_dead_run_with_the_same_name(tmp_path, redis_url, monkeypatch):
     stream = await open_stream(redis_url, namespace="tiny")
     await stream.append(ROLLOUTS + "actor-0", [b"of another model", b"of another model"])
     async with serving(identity(config_in(tmp_path), redis_url)), asyncio.timeout(DEADLINE_S):
@@ -199,6 +192,7 @@ async def test_new_run_deletes_rollouts_left_by_a_dead_run_with_the_same_name(tm
             await asyncio.sleep(0.01)
     await stream.append(ROLLOUTS + "actor-0", [b"its own"])
     (config_in(tmp_path).run_directory / "events.jsonl").write_text('{"kind": "step", "elapsed_s": 3.0}\n')
+    monkeypatch.setattr(controller_role, "_LOOK_S", 10 * DEADLINE_S)  # it does not look for a live run of its name
     async with serving(identity(config_in(tmp_path), redis_url)) as endpoint:
         with controller_of(endpoint.parent) as remote:
             await asyncio.to_thread(remote.status)
@@ -269,18 +263,6 @@ async def test_controller_that_would_forget_a_live_trainer_is_rejected(tmp_path,
     await stream.close()
 
 
-async def test_resumed_run_starts_without_looking_for_a_live_run_with_the_same_name(tmp_path, redis_url, monkeypatch):
-    monkeypatch.setattr(controller_role, "_LOOK_S", 10 * DEADLINE_S)
-    who = identity(config_in(tmp_path), redis_url)
-    events = who.run_dir / "events.jsonl"
-    async with serving(who), asyncio.timeout(DEADLINE_S):
-        while "run_started" not in events.read_text():  # this event is written after the journal was created
-            await asyncio.sleep(0.01)
-    events.write_text('{"kind": "step", "elapsed_s": 3.0}\n')
-    async with serving(who) as endpoint:
-        assert endpoint.exists()
-
-
 @pytest.fixture
 def config(tmp_path):
     return parse(
@@ -294,41 +276,32 @@ def config(tmp_path):
 
 
 def url_of(config):
-    url = config.checkpoint.url_of(config.run.name)
-    assert url is not None
-    return url
+    return config.checkpoint.url_of(config.run.name)
 
 
-def begun(config):
-    """Create a run; return its directory and its checkpoint store."""
+def begun(config, *versions):
+    """Create a run and copy checkpoints of these versions; return its directory and its checkpoint store."""
     directory = create(config, claim=resumed_run.claim)
-    return directory.path, checkpoints_of(directory.config, directory.path)
+    store = checkpoints_of(directory.config, directory.path)
+    for version in versions:
+        store.copy(save(store, version))
+    return directory.path, store
 
 
 def lost(config, *versions):
-    """Create a run, copy checkpoints of these versions, and delete its directory; return its path."""
-    path, store = begun(config)
-    for version in versions:
-        store.copy(save(store, version))
+    """Begin a run and delete its directory; return its path."""
+    path, _ = begun(config, *versions)
     shutil.rmtree(path)
     return path
 
 
-def test_new_run_gets_a_number_if_its_name_is_taken_at_the_checkpoint_location(config, tmp_path):
-    begun(config)
-    shutil.rmtree(tmp_path / "runs")  # as on another machine, which lacks the directory
+def test_new_run_gets_a_number_if_its_name_is_taken_at_the_checkpoint_location(config):
+    lost(config)  # as on another machine, which lacks the directory
     path, _ = begun(config)
     assert path.name == "tiny-2"
     assert resumed_run.claim(load(path / "recipe.toml")) is False
     elsewhere = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"location": None})})
     assert resumed_run.claim(elsewhere) is True
-
-
-def test_resuming_by_path_uses_the_given_run_directory_even_if_it_does_not_exist(config):
-    path, store = begun(config)
-    store.copy(save(store, 3))
-    assert resumed_run.directory_of(str(path)) == path
-    assert resumed_run.directory_of("no/such/run") == Path("no/such/run"), "the launcher reports what is wrong with it"
 
 
 def test_run_is_restored_from_a_url_with_checkpoint_recipe_and_events(config):
@@ -346,12 +319,17 @@ def test_run_is_restored_from_a_url_with_checkpoint_recipe_and_events(config):
     assert [entry.name for entry in path.parent.iterdir()] == [path.name], "no draft is left"
 
 
+def test_run_without_a_complete_checkpoint_at_its_url_is_restored_to_begin_again(config):
+    path = lost(config)
+    assert resumed_run.directory_of(url_of(config)) == path
+    assert sorted(entry.name for entry in path.iterdir()) == ["layout", "recipe.toml"]
+
+
 def test_run_secrets_are_neither_copied_nor_readable_by_others(config):
     url = "redis://ada:s3cret@db:6379/3?db=1&password=s3cret&timeout=9"
-    path, store = begun(config.model_copy(update={"streams": StreamsSection(redis_url=url)}))
+    path, _ = begun(config.model_copy(update={"streams": StreamsSection(redis_url=url)}), 3)
     address = load(path / "recipe.toml").streams.redis_url
     assert address.get_secret_value() == url
-    store.copy(save(store, 3))
     place = Storage(url_of(config))
     (copy,) = [name for name in place.names() if name.startswith("step-")]
     for name in ("recipe.toml", f"{copy}/run/recipe.toml"):
@@ -405,15 +383,9 @@ def test_resume_is_rejected_if_the_reference_model_is_missing(config):
     assert not path.exists()
 
 
-def test_run_restored_without_any_checkpoint_starts_from_the_beginning(config):
-    path = lost(config)
-    assert resumed_run.directory_of(url_of(config)) == path
-    assert sorted(entry.name for entry in path.iterdir()) == ["layout", "recipe.toml"]
-
-
 def test_resume_is_rejected_if_run_directory_and_checkpoint_location_both_hold_checkpoints(config):
-    path, store = begun(config)
-    store.copy(save(store, 3))
+    path, store = begun(config, 3)
+    assert resumed_run.directory_of(str(path)) == path
     with pytest.raises(UserError, match=f"resume what is there with --resume {path}"):
         resumed_run.directory_of(url_of(config))
     store.copy(save(store, 6))  # another machine copies a newer checkpoint than this one has

@@ -6,14 +6,13 @@ import logging
 import shutil
 import stat
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import httpx
 import pytest
 
 from launch.run_directory import create, open_run
 from pipelinerl.commands.remote import address_of, controller_of
-from pipelinerl.config.recipe import load, parse, to_table, write_layout
+from pipelinerl.config.recipe import load, parse, to_table
 from pipelinerl.config.sections import StreamsSection
 from pipelinerl.errors import UserError
 from pipelinerl.messages import REPORTS, ROLLOUTS, encode

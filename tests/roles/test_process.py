@@ -129,16 +129,9 @@ def test_user_code_that_exits_in_a_subtask_or_a_callback_does_not_end_the_proces
         asyncio.get_running_loop().call_soon(leave)
         seen.extend(await asyncio.gather(leave_later(), asyncio.sleep(0.01, "done"), return_exceptions=True))
 
-    run_until_signalled(role, identity(tmp_path))
+    run_until_signalled(role, identity(tmp_path))  # returns: the process ends with status 0
     assert [type(each) for each in seen] == [kind, str]
     assert capfd.readouterr().err.count("user code in this process raised") == 2
-
-
-def test_process_that_has_finished_its_work_ends_without_an_error_and_without_a_signal(tmp_path):
-    async def role(given):
-        await (await given.stream()).close()
-
-    run_until_signalled(role, identity(tmp_path))
 
 
 async def test_password_of_the_embedded_redis_server_is_read_from_its_data_directory(tmp_path):

@@ -7,21 +7,15 @@ import torch
 
 from pipelinerl.config.recipe import load
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.enums import Truncated
 from pipelinerl.errors import CheckpointError, RecipeError
 from pipelinerl.models.tokenizer import decoder_of
 from pipelinerl.roles.process import Identity
-from pipelinerl.roles.trainer_role import loop_settings, publisher_of, samples_of
-from pipelinerl.roles.wiring import batch_rules_of
+from pipelinerl.roles.trainer_role import publisher_of, samples_of
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.training.checkpoints.checkpoint import CheckpointStore
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from pipelinerl.weights.grace import Grace
 from tests.fakes.checkpoints import model_directory, save, state_of
-
-
-def test_training_loop_gets_the_vocabulary_size_of_the_model():
-    assert loop_settings(load("tiny")).vocab_size == 57
 
 
 def test_trainer_whose_checkpoint_is_removed_while_it_starts_takes_the_newest_again(tmp_path):
@@ -50,13 +44,16 @@ def test_trainer_whose_checkpoint_is_removed_while_it_starts_takes_the_newest_ag
 
 
 def test_weight_publisher_follows_the_transport_in_the_recipe(tmp_path):
-    identity = Identity(run_dir=tmp_path, config=load("tiny", ["weights.timeout_s=900"]), name="role")
-    assert loop_settings(identity.config).publish_timeout_s == 900
-    stream = MemoryStream()
-    assert isinstance(publisher_of(identity, EngineClient(), stream, Grace()), BroadcastPublisher)
-    pulled = replace(identity, config=load("tiny", ["weights.transport=pull"]))
+    def publisher(*changes):
+        identity = Identity(run_dir=tmp_path, config=load("tiny", changes), name="role")
+        return publisher_of(identity, EngineClient(), MemoryStream(), Grace())
+
+    assert isinstance(publisher(), BroadcastPublisher)
     with pytest.raises(RecipeError, match="no parameter server is named"):
-        publisher_of(pulled, EngineClient(), stream, Grace())
+        publisher("weights.transport=pull")
+    if not torch.cuda.is_available():
+        with pytest.raises(RecipeError, match=r"weights.backend is nccl, which torch cannot use here; use gloo"):
+            publisher("weights.backend=nccl")
 
 
 def test_sample_log_gets_groups_per_step_and_seed_from_the_recipe_and_can_be_disabled(tmp_path):
@@ -69,11 +66,6 @@ def test_sample_log_gets_groups_per_step_and_seed_from_the_recipe_and_can_be_dis
     assert samples_of(replace(identity, config=load("tiny", ["samples.log=off"]))) is None
 
 
-def test_truncated_rollouts_train_or_are_masked_as_the_recipe_says():
-    assert batch_rules_of(load("tiny"), width=1).truncated is Truncated.TRAIN
-    assert batch_rules_of(load("tiny", ["training.truncated=mask"]), width=1).truncated is Truncated.MASK
-
-
 @pytest.mark.parametrize(
     ("overrides", "interval"),
     [([], 10), (["trainer.type=jax"], 0), (["trainer.type=jax", "figures.exact_entropy_interval=3"], 3)],
@@ -81,10 +73,3 @@ def test_truncated_rollouts_train_or_are_masked_as_the_recipe_says():
 def test_entropy_is_measured_at_the_recipes_interval_or_at_the_default_for_the_trainer_type(overrides, interval):
     config = load("tiny", overrides)
     assert config.figures.interval(config.trainer.type) == interval
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
-def test_nccl_backend_is_rejected_before_weights_are_published_if_there_is_no_cuda(tmp_path):
-    identity = Identity(run_dir=tmp_path, config=load("tiny", ["weights.backend=nccl"]), name="role")
-    with pytest.raises(RecipeError, match=r"weights.backend is nccl, which torch cannot use here; use gloo"):
-        publisher_of(identity, EngineClient(), MemoryStream(), Grace())

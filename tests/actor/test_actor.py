@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import count
@@ -13,14 +12,14 @@ import numpy as np
 import pytest
 
 from inference_contract.errors import ContextExceeded, InvalidRequest
-from inference_contract.schemas import AssistantMessage, ChatCompletion, ChatCompletionRequest, Choice, Usage
+from inference_contract.schemas import AssistantMessage, ChatCompletion, Choice, Usage
 from pipelinerl.actor.actor import Actor, ActorSettings, StageLog, VerifierTally
 from pipelinerl.actor.group_maker import GroupProgress
 from pipelinerl.actor.single_turn import SingleTurn
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import EnginePool
 from pipelinerl.engines.http.server import create_app
-from pipelinerl.errors import AddressError, DeadlineError, UserError
+from pipelinerl.errors import AddressError, DeadlineError
 from pipelinerl.messages import (
     ACTORS_GROUP,
     PROMPTS,
@@ -59,13 +58,11 @@ from pipelinerl.verifiers.verifier import (
 )
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.served import in_thread
-from tests.patience import PATIENCE_S, SOON_S
+from tests.patience import PATIENCE_S
 
 NAME = "actor-0"
 PARTITION = ROLLOUTS + NAME
 DEADLINE_S = PATIENCE_S
-
-Script = Callable[[ChatCompletionRequest], ChatCompletion | Exception]
 
 
 def order(index, *, purpose=Purpose.TRAINING, samples=2):
@@ -135,9 +132,7 @@ class Exact:
         return Verdict(outcome=Outcome.CORRECT if right else Outcome.WRONG, reward=float(right))
 
 
-def exact(domain):
-    if domain != "d":
-        raise UserError(f"domain {domain!r} is not in this actor's recipe")
+def exact(_):
     return PerAnswerVerifier(Exact())
 
 
@@ -180,19 +175,18 @@ class FullServer:
         return await self._behind.append(stream, payloads, first_id=first_id)
 
 
-def by(sampler):
-    """Return a factory of group makers that sample every rollout in a single turn from `sampler`."""
-    return lambda _: SingleTurn(sampler, exact, attempts=3)
-
-
 @asynccontextmanager
-async def working(watched, sampler, *, in_flight=4, stream=None):
-    settings = ActorSettings(name=NAME, groups_in_flight=in_flight, heartbeat_s=0.02, block_s=0.02, reclaim_idle_s=5.0)
-    task = asyncio.create_task(
-        Actor(settings, stream=stream or watched.stream, maker_of=by(sampler)).run(), name="actor"
+async def working(watched, sampler=None, *, maker=None, in_flight=4, stream=None, group_filter=None):
+    """Run an actor whose groups come from `maker`, by default in single turns from `sampler`; yield it and its task."""
+    actor = Actor(
+        ActorSettings(name=NAME, groups_in_flight=in_flight, heartbeat_s=0.02, block_s=0.02, reclaim_idle_s=5.0),
+        stream=stream or watched.stream,
+        maker_of=lambda _: maker or SingleTurn(sampler, exact, attempts=3),
+        group_filter=group_filter,
     )
+    task = asyncio.create_task(actor.run(), name="actor")
     try:
-        yield task
+        yield actor, task
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -227,27 +221,20 @@ async def test_group_too_old_for_the_next_step_is_dropped():
     """With staleness bound k = 2, a group begun at version 3 is too old at version 5; one restarted at 5 stays."""
     watched, sampler = Watched(), ScriptedSampler()
     sampler.gate.clear()
-    settings = ActorSettings(name=NAME, groups_in_flight=4, heartbeat_s=0.02, block_s=0.02)
-    actor = Actor(settings, stream=watched.stream, maker_of=by(sampler))
-    task = asyncio.create_task(actor.run())
 
     async def has_requested(number):
         return len(sampler.requests) == number
 
-    async def outdated():
-        return await watched.reports(GroupOutdated)
-
-    try:
+    async with working(watched, sampler) as (actor, _):
         await watched.order(order(1), order(2, purpose=Purpose.EVALUATION))
         await until(lambda: has_requested(2))
         actor.follow(model_version=3, k=2)
         await watched.order(order(3))
         await until(lambda: has_requested(3))
         again = sampler.again
-        for version in (4, 4):
+        for version in (4, 4, 5):
             actor.follow(model_version=version, k=2)
-        actor.follow(model_version=5, k=2)
-        (report,) = await until(outdated)
+        (report,) = await until(lambda: watched.reports(GroupOutdated))
         assert report == GroupOutdated(
             order_id="prompt-000001", index=1, oldest=3, current=5, domain="d", issued_at=(0, 0)
         )
@@ -256,31 +243,27 @@ async def test_group_too_old_for_the_next_step_is_dropped():
         sampler.gate.set()
         (group,) = await until(watched.groups)
         await until(lambda: watched.reports(EvaluationDone))
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-    assert group.index == 3 and len(await outdated()) == 1
-    assert await watched.unacknowledged() == 0
+        await until(lambda: none_of(watched.unacknowledged()))
+    assert group.index == 3 and len(await watched.reports(GroupOutdated)) == 1
 
 
 async def test_dropped_group_frees_its_engine_slots_immediately():
     """The engine needs 60 s for a token, so its slots become free in time only if the actor disconnects."""
     watched, engine = Watched(), ScriptedEngine(step_s=60.0)
     with in_thread(create_app(engine, token=None)) as url:
-        async with EngineClient() as client, asyncio.timeout(DEADLINE_S):
-            settings = ActorSettings(name=NAME, groups_in_flight=4, heartbeat_s=0.02, block_s=0.02)
-            actor = Actor(settings, stream=watched.stream, maker_of=by(EnginePool(client, [url])))
-            task = asyncio.create_task(actor.run())
+        async with EngineClient() as client, working(watched, EnginePool(client, [url])) as (actor, _):
             await watched.order(order(1))
-            while engine._running == 0:
-                await asyncio.sleep(0.005)
+
+            async def is_busy():
+                return engine._running > 0
+
+            await until(is_busy)
             for version in (0, 1):
                 actor.follow(model_version=version, k=1)
-            while engine._running > 0 or not await watched.reports(GroupOutdated):
-                await asyncio.sleep(0.005)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-    assert await watched.unacknowledged() == 0 and not await watched.groups()
+            await until(lambda: watched.reports(GroupOutdated))
+            await until(lambda: none_of(is_busy()))
+            await until(lambda: none_of(watched.unacknowledged()))
+    assert not await watched.groups()
 
 
 async def test_prompt_order_is_acknowledged_only_after_its_rollout_group_is_appended():
@@ -288,7 +271,7 @@ async def test_prompt_order_is_acknowledged_only_after_its_rollout_group_is_appe
 
     watched = Watched()
     await watched.order(order(1), order(2, purpose=Purpose.EVALUATION))
-    async with working(watched, ScriptedSampler(), stream=FullServer(watched.stream)) as task:
+    async with working(watched, ScriptedSampler(), stream=FullServer(watched.stream)) as (_, task):
         with pytest.raises(ExceptionGroup, match="unhandled errors"):
             await asyncio.wait_for(task, DEADLINE_S)
     assert await watched.unacknowledged() >= 1
@@ -320,26 +303,16 @@ async def test_only_aborted_samples_are_sampled_again():
     assert len({request.seed for request in sampler.requests}) == 2
 
 
-async def test_actor_reports_the_tokens_kept_and_resampled_when_an_answer_moved_to_another_engine():
+@pytest.mark.parametrize("tokens", [(40, 3), (0, 0)], ids=["moved", "stayed"])
+async def test_actor_reports_the_tokens_kept_and_resampled_when_an_answer_moved_to_another_engine(tokens):
     watched, sampler = Watched(), ScriptedSampler()
-    sampler.handed_over = (40, 3)
+    sampler.handed_over = tokens
     async with working(watched, sampler):
         await watched.order(order(7))
-
-        async def handed_over():
-            return await watched.reports(GroupHandedOver)
-
-        (report,) = await until(handed_over)
-    assert report == GroupHandedOver(order_id="prompt-000007", index=7, tokens_kept=40, tokens_resampled=3)
-
-
-async def test_group_sampled_by_a_single_engine_is_not_reported_as_handed_over():
-    watched, sampler = Watched(), ScriptedSampler()
-    async with working(watched, sampler):
-        await watched.order(order(7))
-        assert await until(lambda: none_of(watched.unacknowledged()))
+        await until(watched.groups)
         assert await until(lambda: _reported(watched, lambda alive: alive.groups_done == 1))
-    assert not await watched.reports(GroupHandedOver)
+    reports = [(each.index, each.tokens_kept, each.tokens_resampled) for each in await watched.reports(GroupHandedOver)]
+    assert reports == ([(7, 40, 3)] if any(tokens) else [])
 
 
 async def _reported(watched, right):
@@ -375,24 +348,6 @@ async def test_engine_error_fails_only_the_requested_group_that_caused_it_and_la
         assert await until(lambda: none_of(watched.unacknowledged()))
 
 
-async def test_group_requested_from_a_domain_that_is_not_in_the_recipe_fails():
-    watched, other = Watched(), order(7)
-    problem = Problem(problem_id="7", domain="other", messages=other.problem.messages, ground_truth="")
-    async with working(watched, ScriptedSampler()):
-        await watched.order(
-            PromptOrder(
-                order_id="prompt-000007",
-                index=7,
-                purpose=Purpose.TRAINING,
-                problem=problem,
-                sampling=other.sampling,
-                seed=0,
-            )
-        )
-        (report,) = await until(lambda: watched.reports(GroupFailed))
-    assert "domain 'other' is not in this actor's recipe" in report.reason
-
-
 class OwnError(BaseException):
     """An exception of user code that is no `Exception`."""
 
@@ -419,14 +374,11 @@ class Raising:
 async def test_exception_of_a_maker_fails_its_order_once_and_the_actor_works_on():
     errors = [RuntimeError("broken" * 10**6), SystemExit(3), OwnError("own"), asyncio.CancelledError(), Unreadable()]
     watched, maker = Watched(), Raising(dict(enumerate(errors)))
-    settings = ActorSettings(name=NAME, groups_in_flight=2, heartbeat_s=0.02, block_s=0.02)
-    task = asyncio.create_task(Actor(settings, stream=watched.stream, maker_of=lambda _: maker).run())
-    await watched.order(*map(order, range(len(errors) + 1)))
-    await until(watched.groups)
-    await until(lambda: none_of(watched.unacknowledged()))
-    assert not task.done()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with working(watched, maker=maker, in_flight=2) as (_, task):
+        await watched.order(*map(order, range(len(errors) + 1)))
+        await until(watched.groups)
+        await until(lambda: none_of(watched.unacknowledged()))
+        assert not task.done()
     reports = await watched.reports(GroupFailed)
     assert [each.index for each in reports] == [0, 1, 2, 3, 4]
     expected = [
@@ -477,16 +429,13 @@ class Process:
 
     async def run(self, *, groups):
         """Run an actor until it dies, or until there are `groups` groups and no order is left."""
-        settings = ActorSettings(name=NAME, groups_in_flight=4, heartbeat_s=0.02, block_s=0.02)
-        task = asyncio.create_task(Actor(settings, stream=self, maker_of=lambda _: self).run())
 
         async def is_over():
             done = await appended(self._watched, groups) and await none_of(self._watched.unacknowledged())
             return done or self.died.is_set()
 
-        await until(is_over)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        async with working(self._watched, maker=self, stream=self):
+            await until(is_over)
 
 
 async def test_order_that_three_processes_did_not_survive_fails_and_the_orders_beside_it_succeed():
@@ -538,12 +487,9 @@ async def appended(watched, count):
 async def test_bad_verdicts_and_errors_of_a_verifier_mask_answers_and_reach_the_trainer():
     watched = Watched()
     maker = SingleTurn(ScriptedSampler(), lambda _: BadVerifier(), attempts=1)
-    settings = ActorSettings(name=NAME, groups_in_flight=2, heartbeat_s=0.02, block_s=0.02)
-    task = asyncio.create_task(Actor(settings, stream=watched.stream, maker_of=lambda _: maker).run())
-    await watched.order(*map(order, range(3)))
-    await until(lambda: appended(watched, 3))
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with working(watched, maker=maker):
+        await watched.order(*map(order, range(3)))
+        await until(lambda: appended(watched, 3))
     verdicts = {group.index: group.rollouts[0].verdict for group in await watched.groups()}
     assert [verdicts[index].outcome for index in range(3)] == [
         Outcome.VERIFIER_ERROR,
@@ -593,30 +539,27 @@ async def test_evaluation_result_is_reported_to_the_controller_and_not_appended_
 
 
 async def test_actor_works_on_no_more_prompt_orders_at_a_time_than_its_limit():
-    watched, sampler = Watched(), ScriptedSampler()
+    """A raised limit takes effect at once, and a lowered one as groups end."""
+    in_work = []  # when each request is answered, itself included
+
+    def script(request):
+        in_work.append(len(sampler.requests) - len(in_work))
+        return answers(request)
+
+    watched, sampler = Watched(), ScriptedSampler(script)
     sampler.gate.clear()
-    await watched.order(*(order(index) for index in range(10)))
-    async with working(watched, sampler, in_flight=3):
-        assert await until(lambda: _reported(watched, lambda alive: alive.groups_in_flight == 3))
+    await watched.order(*map(order, range(10)))
+    async with working(watched, sampler, in_flight=3) as (actor, _):
+        for limit in (3, 4):
+            actor.resize(limit)
+            await until(lambda limit=limit: _reported(watched, lambda alive: alive.groups_in_flight == limit))
         await asyncio.sleep(0.1)
-        assert (len(sampler.requests), await watched.unacknowledged()) == (3, 3)
+        assert (len(sampler.requests), await watched.unacknowledged()) == (4, 4)
+        actor.resize(1)
         sampler.gate.set()
-        assert await until(lambda: none_of(watched.unacknowledged()))
-        assert sorted(group.index for group in await watched.groups()) == list(range(10))
-
-
-async def test_groups_in_flight_at_a_cancelled_actor_are_completed_after_its_restart():
-    watched, sampler = Watched(), ScriptedSampler()
-    sampler.gate.clear()
-    await watched.order(order(1), order(2))
-    async with working(watched, sampler) as task:
-        assert await until(lambda: _reported(watched, lambda alive: alive.groups_in_flight == 2))
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(task, SOON_S)
-    async with working(watched, ScriptedSampler()):
-        assert await until(lambda: none_of(watched.unacknowledged()))
-    assert sorted(group.index for group in await watched.groups()) == [1, 2]
+        await until(lambda: none_of(watched.unacknowledged()))
+    assert in_work == [4, 3, 2] + 7 * [1]
+    assert sorted(group.index for group in await watched.groups()) == list(range(10))
 
 
 async def test_group_rejected_by_the_curation_filter_is_appended_with_the_reason_and_counted(tmp_path):
@@ -624,42 +567,18 @@ async def test_group_rejected_by_the_curation_filter_is_appended_with_the_reason
     file = tmp_path / "mine.py"
     file.write_text("def keep(answer, correct):\n    return any(correct) or f'none of {len(correct)} for {answer}'\n")
     group_filter = GroupFilter(f"{file}:keep", deadline_s=PATIENCE_S, workers=1)
-    watched = Watched()
-    sampler = ScriptedSampler(
-        lambda request: completion(*{7: ("7", "no"), 8: ("?", "?")}.get(prompt_number(request), ("a", "b")))
-    )
-
-    def prompt_number(request):
-        assert request.messages is not None
-        return int(request.messages[0].content.removeprefix("say "))
-
-    settings = ActorSettings(name=NAME, groups_in_flight=4, heartbeat_s=0.02, block_s=0.02)
-    actor = Actor(settings, stream=watched.stream, maker_of=by(sampler), group_filter=group_filter)
-    task = asyncio.create_task(actor.run())
+    watched, texts = Watched(), {"say 7": ("7", "no"), "say 8": ("?", "?")}
+    sampler = ScriptedSampler(lambda request: completion(*texts.get(request.messages[0].content, ("a", "b"))))
 
     async def all_there():
         return len(await watched.groups()) == 3 and bool(await watched.reports(EvaluationDone))
 
-    async def counted():
-        return any(alive.filtering.judged == 2 for alive in await watched.reports(ActorAlive))
-
-    try:
+    async with working(watched, sampler, group_filter=group_filter):
         await watched.order(order(7), order(8), order(9), order(3, purpose=Purpose.EVALUATION))
-        async with asyncio.timeout(PATIENCE_S):
-            while not (await all_there() and await counted()):
-                assert not task.done(), task
-                await asyncio.sleep(0.01)
-        groups = await watched.groups()
-        assert {group.index: group.refusal for group in groups} == {7: "", 8: "", 9: "none of 2 for 9"}
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await group_filter.close()
-
-
-def stage_log():
-    ticks = count(1)
-    return StageLog(clock=lambda: float(next(ticks)))
+        await until(all_there)
+        assert await until(lambda: _reported(watched, lambda alive: alive.filtering.judged == 2))
+    assert {group.index: group.refusal for group in await watched.groups()} == {7: "", 8: "", 9: "none of 2 for 9"}
+    await group_filter.close()
 
 
 def trace(log, traced, *spans):
@@ -667,41 +586,33 @@ def trace(log, traced, *spans):
         log.verified(traced, GroupProgress(engine="http://a", sampled_at=1.5, spans=spans or [[(0, 1)]]))
 
 
-def test_traced_group_is_reported_once_with_the_version_spans_of_its_longest_answer():
-    log = stage_log()
+def test_stage_log_times_a_quarter_of_the_training_groups_chosen_by_seed():
+    ticks = count(1)
+    log = StageLog(clock=lambda: float(next(ticks)))
     trace(log, replace(order(7), seed=4), [(0, 1)], [(0, 2), (1, 3)])
     (stages,) = log.take()
     assert (stages.index, stages.claimed, stages.sampled, stages.verified) == (7, 1.0, 1.5, 2.0)
-    assert (stages.engine, stages.spans) == ("http://a", [(0, 2), (1, 3)])
-    assert log.take() == []
-
-
-def test_stage_log_traces_a_quarter_of_training_groups_chosen_by_seed_and_no_evaluations():
-    log = stage_log()
+    assert (stages.engine, stages.spans) == ("http://a", [(0, 2), (1, 3)]), "spans of the longest answer"
     drawn = []
     for seed in range(16):
         trace(log, replace(order(seed), seed=seed))
         drawn += [stages.index for stages in log.take()]
     assert drawn == [0, 4, 8, 12]
     trace(log, replace(order(1, purpose=Purpose.EVALUATION), seed=4))
-    assert log.take() == []
+    failing = replace(order(1), seed=4)
+    with contextlib.suppress(ValueError), log.claimed(failing):
+        raise ValueError
+    log.verified(failing, GroupProgress(engine="http://a", spans=[[(0, 1)]]))
+    assert log.take() == [], "evaluations and groups that fail are not in it"
 
 
-def test_actor_heartbeat_contains_at_most_4_traced_groups_with_at_most_32_version_spans_each():
-    log = stage_log()
+def test_actor_heartbeat_contains_at_most_4_timed_groups_with_at_most_32_version_spans_each():
+    log = StageLog()
     for index in range(9):
         trace(log, replace(order(index), seed=4), [(version, 1) for version in range(50)])
     stages = log.take()
     assert [each.index for each in stages] == [0, 1, 2, 3]
     assert all(len(each.spans) == 32 for each in stages)
-
-
-def test_group_that_fails_is_not_in_the_stage_log():
-    log, failing = stage_log(), replace(order(1), seed=4)
-    with contextlib.suppress(ValueError), log.claimed(failing):
-        raise ValueError
-    log.verified(failing, GroupProgress(engine="http://a", spans=[[(0, 1)]]))
-    assert log.take() == []
 
 
 def test_verifier_errors_are_counted_by_domain_and_a_verdict_resets_the_count_of_consecutive_errors():

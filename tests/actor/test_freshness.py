@@ -18,41 +18,42 @@ def test_group_counts_as_fresh_exactly_while_staleness_bound_k_lets_the_next_ste
         assert not can_be_fresh(began, current=current + 1, k=k)
 
 
-async def ended_at(freshness, versions, *, k, begin_again_after=-1, waits=False):
-    """Return the version at which `freshness` drops a group that begins now; None if it never drops that group."""
-    held = Held(asyncio.timeout(None))
+async def ended_at(versions, *, k, begins_after=()):
+    """Return the version at which a group is dropped that begins after the versions with these places, or None."""
+    freshness, held = Freshness(), Held(asyncio.timeout(None))
     try:
         async with held.scope:
             with freshness.watched(held):
-                if not waits:
-                    held.begin()
-                for number, version in enumerate(versions):
-                    freshness.follow(current=version, k=k)
-                    await asyncio.sleep(0)
-                    if number == begin_again_after:
+                for place, version in enumerate([None, *versions]):
+                    if version is not None:
+                        freshness.follow(current=version, k=k)
+                        await asyncio.sleep(0)
+                    if place in begins_after:
                         held.begin()
     except TimeoutError:
         assert held.scope.expired()
         return freshness.current
+    freshness.follow(current=10**6, k=k)  # a finished group is no longer watched
     return None
 
 
 @pytest.mark.parametrize(
-    ("versions", "k", "expected"),
+    ("versions", "begins_after", "k", "expected"),
     [
-        ([5, 6, 7], 3, None),
-        ([5, 6, 7, 8], 3, 8),
-        ([5, 5, 5], 1, None),
-        ([5, 6], 1, 6),
-        ([5, 500], math.inf, None),
+        ([5, 6, 7], [0], 3, None),
+        ([5, 6, 7, 8], [0], 3, 8),
+        ([5, 5, 5], [0], 1, None),
+        ([5, 6], [0], 1, 6),
+        ([5, 500], [0], math.inf, None),
+        pytest.param([5, 6, 7, 8], [0, 2], 3, None, id="begins-again-on-another-engine"),
+        pytest.param([5, 6, 7, 8], [], 1, None, id="waits-for-an-engine"),
+        pytest.param([5, 6, 7, 8], [2], 1, 8, id="has-waited-for-an-engine"),
     ],
 )
-async def test_group_age_counts_from_the_first_version_announced_after_the_group_begins(versions, k, expected):
-    assert await ended_at(Freshness(), versions, k=k) == expected
-
-
-async def test_age_of_a_retried_group_counts_from_the_retry():
-    assert await ended_at(Freshness(), [5, 6, 7, 8], k=3, begin_again_after=1) is None
+async def test_group_age_counts_from_the_first_version_announced_after_the_group_begins(
+    versions, begins_after, k, expected
+):
+    assert await ended_at(versions, k=k, begins_after=begins_after) == expected
 
 
 async def test_dropped_group_reports_the_version_of_its_first_attempt_even_if_a_retry_just_began():
@@ -66,14 +67,3 @@ async def test_dropped_group_reports_the_version_of_its_first_attempt_even_if_a_
                 held.begin()  # the group is retried on another engine before its timeout is raised
                 await asyncio.sleep(1)
     assert held.began is None and held.given_up == 5
-
-
-async def test_age_of_a_group_does_not_count_the_wait_for_an_engine():
-    assert await ended_at(Freshness(), [5, 6, 7, 8], k=1, waits=True) is None
-    assert await ended_at(Freshness(), [5, 6, 7, 8], k=1, waits=True, begin_again_after=1) == 8
-
-
-async def test_age_of_a_finished_group_is_no_longer_watched():
-    freshness = Freshness()
-    assert await ended_at(freshness, [1], k=1) is None
-    freshness.follow(current=9, k=1)

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import attrgetter
 from typing import Final
 
 from msgspec.structs import replace
@@ -58,7 +59,7 @@ from pipelinerl.streams.records import decode_order, encode_group
 from pipelinerl.streams.stream import DEADLY_ORDERS, START, DeadLetters, Entry, Stream
 from pipelinerl.system.background import raise_if_cancelled
 from pipelinerl.system.references import last_line
-from pipelinerl.types import Outcome, PromptOrder, Purpose, RolloutGroup, Verdict
+from pipelinerl.types import Outcome, PromptOrder, Purpose, RolloutGroup
 from pipelinerl.verifiers.group_filter import GroupFilter, refusal_of
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, failed, shown
 
@@ -186,7 +187,16 @@ class VerifierTally:
     def note(self, domain: str, judgements: Sequence[Judgement]) -> None:
         figures = self.by_domain.get(domain, VerifierFigures())
         for verdict, seconds in judgements:
-            figures = _counted(replace(figures, seconds=figures.seconds + seconds), verdict)
+            figures = replace(figures, seconds=figures.seconds + seconds)
+            reason = f"{verdict.outcome}: {verdict.reason}"
+            if verdict.outcome.is_judgement:
+                figures = replace(figures, judged=figures.judged + 1, errors_in_a_row=0, timeouts_in_a_row=0, reason="")
+            elif verdict.outcome is Outcome.TIMEOUT:
+                in_a_row = figures.timeouts_in_a_row + 1
+                figures = replace(figures, timeouts=figures.timeouts + 1, timeouts_in_a_row=in_a_row, reason=reason)
+            else:
+                in_a_row = figures.errors_in_a_row + 1
+                figures = replace(figures, errors=figures.errors + 1, errors_in_a_row=in_a_row, reason=reason)
         self.by_domain[domain] = figures
 
     def note_episode(self, domain: str, calls: ToolCalls, environment_s: float) -> None:
@@ -201,16 +211,6 @@ class VerifierTally:
             environment_s=figures.environment_s + environment_s,
             tool_errors=figures.tool_errors + calls.failed,
         )
-
-
-def _counted(figures: VerifierFigures, verdict: Verdict) -> VerifierFigures:
-    reason = f"{verdict.outcome}: {verdict.reason}"
-    if verdict.outcome.is_judgement:
-        return replace(figures, judged=figures.judged + 1, errors_in_a_row=0, timeouts_in_a_row=0, reason="")
-    if verdict.outcome is Outcome.TIMEOUT:
-        in_a_row = figures.timeouts_in_a_row + 1
-        return replace(figures, timeouts=figures.timeouts + 1, timeouts_in_a_row=in_a_row, reason=reason)
-    return replace(figures, errors=figures.errors + 1, errors_in_a_row=figures.errors_in_a_row + 1, reason=reason)
 
 
 class Actor:
@@ -321,7 +321,8 @@ class Actor:
             await self._all_acknowledged.wait()
 
     async def _uncount(self, entries: Iterable[Entry]) -> None:
-        for deliveries, alike in groupby(sorted(entries, key=_deliveries), key=_deliveries):
+        count = attrgetter("deliveries")
+        for deliveries, alike in groupby(sorted(entries, key=count), key=count):
             await self._set_deliveries(list(alike), deliveries - 1)
 
     async def _set_deliveries(self, entries: Sequence[Entry], deliveries: int) -> None:
@@ -368,7 +369,9 @@ class Actor:
             self._fail(order, str(error), error)
         except BaseException as error:  # user code may raise anything
             raise_if_cancelled(error)
-            await self._fail_unexpectedly(entry, order, error)
+            reason = last_line(error)
+            log.error("order %s failed: %s", order.order_id, reason, exc_info=error)
+            await self._fail_and_bury(entry, order, reason, error)
 
     def _fail(self, order: PromptOrder, reason: str, error: BaseException) -> None:
         self._report(
@@ -382,15 +385,6 @@ class Actor:
                 issued_at=order.issued_at,
             )
         )
-
-    async def _fail_unexpectedly(self, entry: Entry, order: PromptOrder, error: BaseException) -> None:
-        """Fail an order by an error that is not one of ours, and keep the order for a diagnosis.
-
-        The error counts as a failure of the domain's verifier: a domain in which nothing else happens ends the run.
-        """
-        reason = last_line(error)
-        log.error("order %s failed: %s", order.order_id, reason, exc_info=error)
-        await self._fail_and_bury(entry, order, reason, error)
 
     async def _fail_deadly(self, entry: Entry, order: PromptOrder) -> None:
         """Fail an order without running it, because actor processes did not survive it, even when it ran alone."""
@@ -406,6 +400,7 @@ class Actor:
         await self._fail_and_bury(entry, order, reason, PipelineError(reason))
 
     async def _fail_and_bury(self, entry: Entry, order: PromptOrder, reason: str, error: BaseException) -> None:
+        # It counts as a failure of the domain's verifier: a domain in which nothing else happens ends the run.
         self._tally.note(order.problem.domain, [Judgement(failed(reason), 0.0)])
         self._fail(order, reason, error)
         if self._dead_letters.counts[entry.stream] < _MOST_BURIED:
@@ -516,10 +511,6 @@ class Actor:
             held = [*self._in_work, *(entry.entry_id for entry in self._suspects)]
             await self._stream.renew(PROMPTS, group=ACTORS_GROUP, consumer=self.settings.name, entry_ids=held)
             await asyncio.sleep(self.settings.heartbeat_s)
-
-
-def _deliveries(entry: Entry) -> int:
-    return entry.deliveries
 
 
 def _problem_of(order: PromptOrder) -> tuple[str, str]:

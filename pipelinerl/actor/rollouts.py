@@ -107,19 +107,13 @@ class RolloutWriter:
     async def append(self, payloads: Sequence[bytes]) -> None:
         """Append encoded groups in order. Raises `FencedError` if another actor of this name writes here."""
         first, self.number = self.number, self.number + len(payloads)
-        if await self._stream.append(self._name, payloads, first_id=first) < len(payloads):
-            await self._check(first, payloads)
-
-    async def _check(self, first: int, payloads: Sequence[bytes]) -> None:
-        """Raise `FencedError` unless the entries from id `first` on are `payloads`.
-
-        If they are, an earlier attempt of this actor appended them, and only the reply was lost. If not, another actor
-        of this name did, and has replaced this one.
-        """
+        if await self._stream.append(self._name, payloads, first_id=first) == len(payloads):
+            return
+        # If the entries from `first` on are these payloads, an earlier attempt of this actor appended them, and only
+        # the reply was lost. Some may be missing, because the trainer has trimmed them. Trimming keeps the last id.
         ours = {f"{first + place}-0": payload for place, payload in enumerate(payloads)}
         last = await self._stream.last_id(self._name)
         entries = await self._stream.read({self._name: f"{first - 1}-0"}, count=len(ours), block_s=0)
-        # Some of our entries may be missing, because the trainer has trimmed them. Trimming keeps the last id.
         if last != f"{self.number - 1}-0" or any(ours.get(entry.entry_id) != entry.payload for entry in entries):
             raise FencedError(f"another actor is called {self._actor}; give each a --name of its own; this one stops")
 
@@ -188,22 +182,21 @@ def _rollout(order: PromptOrder, answer: Answer, routed_prompt: Experts | None) 
 def shown_problem(order: PromptOrder, made: Sequence[MadeRollout]) -> ShownProblem:
     """Return the problem of an order with its first answers, as users see them in `pipelinerl samples`."""
     prompt = "\n".join(f"{message.role}: {message.content}" for message in order.problem.messages)
+    answers = [(each.text, each.rollout, each.rollout.verdict) for each in made[:_MOST_ANSWERS]]
     return ShownProblem(
         problem_id=order.problem.problem_id,
         prompt=shortened(prompt, MOST_CHARACTERS),
         ground_truth=order.problem.ground_truth[:MOST_SHOWN],
-        answers=[_shown(each) for each in made[:_MOST_ANSWERS]],
-    )
-
-
-def _shown(made: MadeRollout) -> ShownAnswer:
-    rollout, verdict = made.rollout, made.rollout.verdict
-    return ShownAnswer(
-        text=shortened(made.text, MOST_CHARACTERS),
-        outcome=verdict.outcome.value,
-        reward=verdict.reward if math.isfinite(verdict.reward) else 0.0,
-        reason=shortened(verdict.reason, MOST_SHOWN),
-        finish_reason=rollout.finish_reason,
-        num_tokens=rollout.num_sampled_tokens,
-        spans=[(span.model_version, span.num_tokens) for turn in rollout.turns for span in turn.spans],
+        answers=[
+            ShownAnswer(
+                text=shortened(text, MOST_CHARACTERS),
+                outcome=verdict.outcome.value,
+                reward=verdict.reward if math.isfinite(verdict.reward) else 0.0,
+                reason=shortened(verdict.reason, MOST_SHOWN),
+                finish_reason=rollout.finish_reason,
+                num_tokens=rollout.num_sampled_tokens,
+                spans=[(span.model_version, span.num_tokens) for turn in rollout.turns for span in turn.spans],
+            )
+            for text, rollout, verdict in answers
+        ],
     )

@@ -104,19 +104,10 @@ def test_failing_or_suspended_run_waits_for_its_trainer_to_save_only_up_to_a_tim
 
 
 def test_run_ends_only_when_the_last_engine_that_may_still_serve_has_refused_weights_permanently():
+    """An engine that was expelled for its failures may return after a rest."""
     run = begun()
-    made = run.controller
-    run.give(EngineRegistered(now=0.0, url=OTHER))
-    assert ends(made, failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE])) == (None, None)
-    stop, _ = ends(made, failed_to_publish(made, {OTHER: REFUSAL}, permanent=[OTHER]))
-    assert stop is not None and ENGINE in made.state.failing.reason and OTHER in made.state.failing.reason
-
-
-def test_run_goes_on_while_an_engine_that_was_expelled_for_failures_may_return():
-    run = begun()
-    made = run.controller
+    made, fleet = run.controller, run.state.fleet
     run.give(joins(OTHER))
-    fleet = made.state.fleet
     fleet.by_url[OTHER] = replace(fleet.by_url[OTHER], lifecycle=EngineLifecycle.EXPELLED, loaded=-1, expulsions=1)
     assert ends(made, failed_to_publish(made, {ENGINE: REFUSAL}, permanent=[ENGINE])) == (None, None)
     made.decide(joins(OTHER, now=1.0))
@@ -124,18 +115,16 @@ def test_run_goes_on_while_an_engine_that_was_expelled_for_failures_may_return()
     assert 1.0 < returns_at < made.settings.run.engine_timeout_s
     made.decide(EngineRegistered(now=returns_at, url=OTHER, incarnation="1"))
     assert fleet.by_url[OTHER].lifecycle is EngineLifecycle.JOINING and not made.state.failing.reason
+    stop, _ = ends(made, failed_to_publish(made, {OTHER: REFUSAL}, permanent=[OTHER]))
+    assert stop is not None and ENGINE in made.state.failing.reason and OTHER in made.state.failing.reason
 
 
-def test_run_without_an_engine_ends_after_the_time_limit():
+def test_run_without_an_engine_ends_after_a_time_limit_that_starts_again_when_an_engine_joins():
     made = controller()
-    assert ends(made, Ticked(now=10.0)) == (None, None)
-    assert ends(made, Ticked(now=309.0)) == (None, None)
+    assert ends(made, Ticked(now=10.0)) == ends(made, Ticked(now=309.0)) == (None, None)
     _, finish = ends(made, Ticked(now=311.0))
     assert finish.end is End.FAILED
     assert finish.reason.startswith("no engine has been alive for 300 s (run.engine_timeout_s)")
-
-
-def test_time_limit_for_a_run_without_engines_starts_again_when_an_engine_joins():
     made = serving().controller
     made.decide(joins(ENGINE, now=1000.0))
     made.decide(EngineTimedOut(now=1001.0, url=ENGINE, reason="no answer"))

@@ -17,38 +17,27 @@ def load(**totals):
     return EngineMetrics(slots=4, **totals)
 
 
-def test_engine_that_misses_several_polls_in_a_row_times_out():
+def test_engine_that_misses_several_polls_in_a_row_times_out_and_has_no_load():
     watch = EngineWatch(polls_to_death=3)
-    assert [watch.on_missed_poll(A), watch.on_missed_poll(A)] == [False, False]
-    watch.answered(A, load(), 1.0)
-    assert [watch.on_missed_poll(A), watch.on_missed_poll(A), watch.on_missed_poll(A)] == [False, False, True]
-
-
-def test_engine_that_timed_out_has_no_load():
-    watch = EngineWatch(polls_to_death=2)
     watch.answered(A, load(running_sequences=3), 1.0)
+    assert [watch.on_missed_poll(A), watch.on_missed_poll(A)] == [False, False]
     watch.answered(A, load(running_sequences=3, generated_tokens_total=50), 2.0)
-    watch.on_missed_poll(A)
+    assert [watch.on_missed_poll(A), watch.on_missed_poll(A)] == [False, False]
     assert (watch.load(A).tokens_per_s, watch.load(A).metrics.running_sequences) == (50.0, 3)
-    watch.on_missed_poll(A)
+    assert watch.on_missed_poll(A)
     assert (watch.load(A).tokens_per_s, watch.load(A).metrics.running_sequences) == (0.0, 0)
 
 
-def test_removed_engine_has_no_poll_history_when_it_is_polled_again():
-    watch = EngineWatch()
-    watch.answered(A, load(generated_tokens_total=100), 1.0)
-    watch.forget(A)
-    watch.forget(A)
-    assert watch.load(A).metrics.slots == 0
-    assert not watch.answered(A, load(generated_tokens_total=20), 2.0), "no restart: nothing is known of it"
-
-
-def test_engine_whose_counters_decrease_counts_as_restarted():
+def test_engine_whose_counters_decrease_counts_as_restarted_unless_it_was_removed():
     watch = EngineWatch()
     assert not watch.answered(A, load(generated_tokens_total=100, weight_updates_total=3), 1.0)
     assert watch.answered(A, load(generated_tokens_total=20, weight_updates_total=3), 2.0)
     assert watch.load(A).tokens_per_s == 0.0
     assert watch.answered(A, load(generated_tokens_total=30), 3.0)
+    for _ in range(2):
+        watch.forget(A)
+    assert watch.load(A).metrics.slots == 0
+    assert not watch.answered(A, load(generated_tokens_total=20), 4.0), "nothing is known of it"
 
 
 def test_token_rate_and_occupancy_are_counter_differences_over_time():
@@ -71,14 +60,11 @@ def test_engine_occupancy_excludes_the_time_in_which_batch_rows_wait_for_request
     assert watch.load(A).occupancy == 0.5, "half the rows, all the time: clocks of two machines may differ"
 
 
-def test_every_engine_of_a_small_fleet_is_polled_each_time():
-    records = [EngineRecord(url=f"http://{number}", lifecycle=life) for number, life in enumerate(EngineLifecycle)]
+def test_engines_of_a_large_fleet_are_polled_in_turns_and_those_of_a_small_one_each_time():
+    small = [EngineRecord(url=f"http://{number}", lifecycle=life) for number, life in enumerate(EngineLifecycle)]
     watch = EngineWatch()
     for now in (0.0, 1.0):
-        assert sorted(watch.to_poll(records, now=now, every_s=1.0)) == [record.url for record in records]
-
-
-def test_engines_of_a_large_fleet_are_polled_in_turns():
+        assert sorted(watch.to_poll(small, now=now, every_s=1.0)) == [record.url for record in small]
     records = [EngineRecord(url=f"http://{number:04}", lifecycle=EngineLifecycle.HEALTHY) for number in range(1000)]
     suspect = EngineRecord(url="http://suspect", lifecycle=EngineLifecycle.SUSPECT)
     watch, times = EngineWatch(), dict[str, list[int]]()

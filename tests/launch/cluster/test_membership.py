@@ -18,7 +18,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.observability.status import RestartStatus, read_restarts
 from pipelinerl.roles.role import OnExit
 from tests.launch.config import WITHOUT_GPUS, config_of
-from tests.patience import PATIENCE_S, SOON_S
+from tests.patience import PATIENCE_S, SOON_S, is_running
 
 MEMBERS = membership.Members(
     hosts=(Host(name="a", address="10.0.0.1", devices=numbered_devices(2)), Host(name="b", address="10.0.0.2")),
@@ -136,23 +136,33 @@ def test_launch_id_in_the_cluster_record_does_not_reveal_the_token(tmp_path):
 
 
 def test_failure_on_one_host_ends_the_run_with_a_message_that_names_the_host(tmp_path):
-    messages = []
+    messages, alive_at_end = [], []
     head, id = _head(tmp_path, messages)
     membership.NodeFile(tmp_path, "b", id).tell(membership.NodeState.FAILED, "engine-0 ended (exit status 2)")
+
+    def follow():
+        if supervisor.pids:
+            head.follow(supervisor)
+
+    def end(result):
+        alive_at_end.extend(pid for pid in supervisor.pids.values() if is_running(pid))
+        head.end(result)
+
     sleep = ("python3", "-S", "-E", "-c", "import time; time.sleep(600)")
     supervisor = Supervisor(
         Plan((ProcessSpec(name="controller", argv=sleep, on_exit=OnExit.COMPLETE),)),
         tmp_path,
         grace_s=SOON_S,
         announce=messages.append,
-        on_tick=lambda: head.follow(supervisor),
-        on_end=head.end,
+        on_tick=follow,
+        on_end=end,
         tell_restarts=head.tell_restarts,
     )
     result = supervisor.run()
     assert result == RunResult(RunOutcome.FAILED, "on host b: engine-0 ended (exit status 2)")
     record = membership.read_launch(tmp_path)
     assert record is not None and record.result == result, "the other hosts stop for the same reason"
+    assert len(alive_at_end) == 1 and not is_running(alive_at_end[0]), "they are told before the processes stop"
 
 
 def test_other_cluster_nodes_stop_before_the_head_node(tmp_path):

@@ -33,6 +33,7 @@ from pipelinerl.system.supervised_process import tied
 
 _PROBE_TIMEOUT_S = 0.5
 _TAIL_BYTES = 32768
+_LAST_LINES = 12
 _FIRST_BACKOFF_S: Final = 0.5
 _LONGEST_BACKOFF_S: Final = 30.0
 #: A process that was up for longer than this is not in a crash loop, so it restarts after the shortest delay.
@@ -165,7 +166,7 @@ class Process:
         self._child.wait()
         self._child = None
 
-    def last_lines(self, count: int = 12) -> str:
+    def last_lines(self) -> str:
         """Return the last lines logged since the last start, indented; JSON lines are reduced to level and message."""
         try:
             with self.log.open("rb") as log:
@@ -175,13 +176,13 @@ class Process:
         except OSError:
             lines = []
         shown: list[str] = []
-        for line in lines[-count:]:
+        for line in lines[-_LAST_LINES:]:
             with contextlib.suppress(ValueError):
                 fields = json.loads(line)
                 if isinstance(fields, dict) and "message" in fields:
                     line = f"{fields.get('level', 'info')}: {fields['message']}\n{fields.get('trace') or ''}"
             shown += line.splitlines()
-        return "\n".join(f"    {visible(text)}" for text in shown[-count:]) or "    (it wrote nothing)"
+        return "\n".join(f"    {visible(text)}" for text in shown[-_LAST_LINES:]) or "    (it wrote nothing)"
 
 
 def _private(path: str, flags: int) -> int:

@@ -70,7 +70,6 @@ class SingleTurn:
 def chat_request(
     order: PromptOrder,
     *,
-    model: str | None = None,
     here: int = 0,
     attempt: int = 0,
     replay: RoutingReplay = RoutingReplay.OFF,
@@ -78,7 +77,6 @@ def chat_request(
     """Return the request for an order's missing samples: `here` samples exist already; `attempt` changes the seed."""
     sampling = order.sampling
     return ChatCompletionRequest(
-        model=model,
         messages=[ChatMessage.model_construct(role=m.role, content=m.content) for m in order.problem.messages],
         n=sampling.num_samples - here,
         temperature=sampling.temperature,

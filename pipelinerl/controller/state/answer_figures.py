@@ -176,11 +176,11 @@ def estimate(values: Sequence[float], *, seed: int) -> tuple[float, float, float
     return mean, low, high
 
 
-def wilson_interval(successes: float, trials: int, z: float = _Z) -> tuple[float, float]:
+def wilson_interval(successes: float, trials: int) -> tuple[float, float]:
     """Return Wilson's score interval for a proportion (Wilson 1927); (0, 1) if there are no trials."""
     if trials == 0:
         return 0.0, 1.0
-    p = successes / trials
+    p, z = successes / trials, _Z
     centre = (p + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z / (1 + z * z / trials) * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
     return max(0.0, centre - half), min(1.0, centre + half)

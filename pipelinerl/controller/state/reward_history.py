@@ -50,7 +50,14 @@ class RewardHistory(msgspec.Struct, kw_only=True):
         self.first = mean if self.first is None else self.first
         if mean > self.best:
             self.best, self.best_version = mean, self.recent[-1][0]
-        self.held = self.held + 1 if self._is_low(mean) else 0
+        noise = max(_LEAST_NOISE, median(self.differences) * _FROM_MEDIAN)
+        far = FAR * noise * math.sqrt(2 / WINDOW)
+        gain = self.best - self.first
+        has_learned = gain > max(2 * far, LOST * abs(self.first))
+        lost_gain = has_learned and mean <= self.best - LOST * gain
+        below_start = mean < self.first - max(far, MOST * abs(self.first))
+        is_low = mean < self.best - far and (lost_gain or below_start)
+        self.held = self.held + 1 if is_low else 0
 
     def forget_after(self, version: int) -> None:
         """Forget the rewards of versions after `version`, which the run has abandoned, but not what it once reached."""
@@ -71,13 +78,3 @@ class RewardHistory(msgspec.Struct, kw_only=True):
     def is_collapsed(self) -> bool:
         """True if the reward has been low for `WINDOW` steps in a row."""
         return self.held >= WINDOW
-
-    def _is_low(self, mean: float) -> bool:
-        assert self.first is not None
-        noise = max(_LEAST_NOISE, median(self.differences) * _FROM_MEDIAN)
-        far = FAR * noise * math.sqrt(2 / WINDOW)
-        gain = self.best - self.first
-        has_learned = gain > max(2 * far, LOST * abs(self.first))
-        lost_gain = has_learned and mean <= self.best - LOST * gain
-        below_start = mean < self.first - max(far, MOST * abs(self.first))
-        return mean < self.best - far and (lost_gain or below_start)

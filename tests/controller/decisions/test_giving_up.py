@@ -327,15 +327,6 @@ def stalls(run, now):
     return [record.fields for record in records(effects, "stalled")]
 
 
-def test_run_stalled_without_engines_is_reported_once():
-    run = World(controller())
-    run.give(Ticked(now=1.0))
-    assert stalls(run, STALL_S) == []
-    (stall,) = stalls(run, STALL_S + 2.0)
-    assert stall == {"still_s": STALL_S + 1.0, "waits_for": "an engine to join"}
-    assert stalls(run, 3 * STALL_S) == [], "once"
-
-
 def test_stall_watchdog_counts_steps_as_progress_but_not_reports_of_a_waiting_trainer():
     run = World(controller(evaluation_problems=0)).begin(serves=True)
     run.give(Ticked(now=100.0))

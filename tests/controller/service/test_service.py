@@ -156,18 +156,6 @@ async def running(path, stream=None, samples=None, transport_of=lambda probe: No
             yield world
 
 
-async def test_controller_answers_trainer_reports_with_directives_and_requests_rollout_groups(tmp_path):
-    async with running(tmp_path) as run:
-        await run.start()
-        (directive,) = await run.directives()
-        assert (directive.answers, directive.epoch, directive.publish_to) == ("ready-1", 1, [ENGINE])
-        orders = [decode_order(payload) for payload in await run.payloads(PROMPTS)]
-        assert [order.index for order in orders] == list(range(4)), "half of the k = 4 steps of two groups"
-        await run.tell(step(1))
-        assert [d.answers for d in await run.directives()] == ["ready-1", "e1-step-1"]
-        assert run.events("step")[0] | {"step": 1, "loss": 0.5} == run.events("step")[0]
-
-
 async def test_texts_of_evaluation_answers_are_kept_as_samples_but_not_written_to_the_journal(tmp_path):
     shown = ShownProblem(
         problem_id="p",
@@ -191,15 +179,6 @@ async def test_texts_of_evaluation_answers_are_kept_as_samples_but_not_written_t
     assert (answer.text, answer.outcome, answer.reason, answer.finish_reason) == (
         "a text of its own", "wrong", "why", "length"
     )  # fmt: skip
-
-
-async def test_requests_for_groups_that_have_ended_are_trimmed_from_the_stream(tmp_path):
-    async with running(tmp_path) as run:
-        await run.start()
-        for version in (1, 2):
-            await run.tell(step(version), weights(version))
-        kept = [decode_order(payload).index for payload in await run.payloads(PROMPTS)]
-        assert kept == list(range(4, 8))
 
 
 def forget(stream, name, entries):

@@ -156,11 +156,9 @@ def test_gdpo_advantages_weight_the_reward_parts_as_the_domains_recipe_says():
     assert scored is not None and scored.weights.tolist() == [[2.0, -1.0], [2.0, -1.0]]
     advantages = resolve("gdpo").adv.advantages(batch.scored, {})
     assert advantages[0] == pytest.approx(1.0, abs=1e-5) and advantages[-1] == pytest.approx(-1.0, abs=1e-5)
-    assert teacher(resolve("gdpo"), BatchRules(token_budget=1, shaping=shaping))(group_of_equals), "the parts differ"
-    assert not teacher(resolve("grpo"), BatchRules(token_budget=1, shaping=shaping))(group_of_equals)
-    assert not teacher(resolve("gdpo"), BatchRules(token_budget=1, shaping=shaping))(
-        with_parts(1, (1.0, 1.0), (1.0, 1.0))
-    )
+    gdpo, grpo = (teacher(resolve(name), BatchRules(token_budget=1, shaping=shaping)) for name in ("gdpo", "grpo"))
+    assert gdpo(group_of_equals) and not grpo(group_of_equals), "the parts differ"
+    assert not gdpo(with_parts(1, (1.0, 1.0), (1.0, 1.0)))
     plain = batch_of([group_of_equals], "gdpo")
     assert not plain.packed[0].micro_batch.advantages.any(), "without weights the reward is one part"
 
@@ -181,35 +179,18 @@ def test_truncated_rollout_in_mask_mode_does_not_train_but_counts_in_the_groups_
     objective = resolve({"preset": "pipelinerl", "adv": {"scale": "none"}})
     trained, masked = (batch_of(groups, objective, truncated=how) for how in (Truncated.TRAIN, Truncated.MASK))
     assert sum(len(packed.members) for packed in trained.packed) == 4
-    assert [packed.members for packed in masked.packed] == [[0, 1]] and masked.learns.tolist() == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    assert [packed.members for packed in masked.packed] == [[0, 1]]
+    assert masked.learns.tolist() == [True, True, False, False]
     (batch,) = masked.micro_batches
-    assert batch.advantages[batch.loss_mask] == pytest.approx([0.75, 0.75, -0.25, -0.25]), (
-        "the mean is that of all four"
-    )
+    assert batch.advantages[batch.loss_mask] == pytest.approx([0.75, 0.75, -0.25, -0.25]), "the mean of all four"
     (whole,) = trained.micro_batches
-    assert batch.weights[batch.loss_mask] == pytest.approx(2 * whole.weights[whole.loss_mask][:4]), (
-        "of two, not of four"
-    )
+    assert batch.weights[batch.loss_mask] == pytest.approx(2 * whole.weights[whole.loss_mask][:4]), "of two"
     assert (trained.stats["masked"], masked.stats["masked"]) == (0.0, 0.5)
     assert masked.stats["truncated"] == trained.stats["truncated"] == 0.5, "what is masked is counted all the same"
-
-
-def test_truncated_rollout_in_mask_mode_is_excluded_by_objectives_that_use_a_critic():
-    groups = [replace(group(0), rollouts=(rollout(reward=1.0), rollout(reward=0.0), cut_off(0.0)))]
-    batch = batch_of(groups, "ppo", truncated=Truncated.MASK)
-    assert batch.scored.valid.tolist() == [True, True, False]
-
-
-def test_batch_of_only_truncated_rollouts_in_mask_mode_has_token_weights_of_zero():
-    groups = [replace(group(0), rollouts=(cut_off(1.0), cut_off(0.0)))]
-    batch = batch_of(groups, truncated=Truncated.MASK)
-    (micro_batch,) = batch.micro_batches
-    assert not micro_batch.weights.any() and micro_batch.loss_mask.any()
+    critics = batch_of(groups, "ppo", truncated=Truncated.MASK)
+    assert critics.scored.valid.tolist() == [True, True, False, False], "it gets no forward pass"
+    only = batch_of([replace(group(0), rollouts=(cut_off(1.0), cut_off(0.0)))], truncated=Truncated.MASK)
+    assert not only.micro_batches[0].weights.any() and only.micro_batches[0].loss_mask.any()
 
 
 @pytest.mark.parametrize(
@@ -223,7 +204,5 @@ def test_batch_of_only_truncated_rollouts_in_mask_mode_has_token_weights_of_zero
     ],
 )
 def test_group_trains_only_if_an_unmasked_rollout_has_a_nonzero_advantage(rollouts, truncated, teaches):
-    assert (
-        teacher(resolve("grpo"), BatchRules(token_budget=1, truncated=truncated))(replace(group(0), rollouts=rollouts))
-        is teaches
-    )
+    teacher_of = teacher(resolve("grpo"), BatchRules(token_budget=1, truncated=truncated))
+    assert teacher_of(replace(group(0), rollouts=rollouts)) is teaches

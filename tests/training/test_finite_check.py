@@ -119,25 +119,16 @@ def test_overflowing_gradient_skips_the_step_and_names_its_group(worker):
     np.testing.assert_array_equal(table, untouched)
 
 
-@pytest.mark.parametrize(("role", "column"), [("reference", "ref_logprobs"), ("critic", "values")])
-def test_step_is_skipped_if_reference_or_critic_has_nan_weights_and_the_error_names_the_model(role, column, worker):
-    reference, values = worker(), worker(head=Head.VALUE)
-    (reference if role == "reference" else values)._state.table[:] = np.nan
-    critic = Critic(worker=values, loss=ValueLoss(), learning_rate=0.1)
-    step = step_on(ForwardPasses(policy=worker(), critic=values, reference=reference), critic=critic)
-    objective = resolve({"preset": "ppo", "grad2": "kl"})
-    batch = batch_of(groups(), objective)
-    with refused(column, [4, POISONED, 9]):
-        step.accumulate(batch)
-
-
-def test_step_is_skipped_if_the_policy_has_nan_weights_and_the_error_names_the_policy(worker):
-    policy = worker()
-    policy._state.table[:] = np.nan
-    objective = resolve("pipelinerl")
-    batch = batch_of(groups(), objective)
-    with refused("logprobs", [4, POISONED, 9]):
-        step_on(ForwardPasses(policy=policy)).accumulate(batch)
+@pytest.mark.parametrize(
+    ("role", "what"), [("reference", "ref_logprobs"), ("critic", "values"), ("policy", "logprobs")]
+)
+def test_step_is_skipped_if_a_model_has_nan_weights_and_the_error_names_the_model(role, what, worker):
+    models = {"policy": worker(), "reference": worker(), "critic": worker(head=Head.VALUE)}
+    models[role]._state.table[:] = np.nan
+    critic = Critic(worker=models["critic"], loss=ValueLoss(), learning_rate=0.1)
+    step, objective = step_on(ForwardPasses(**models), critic=critic), resolve({"preset": "ppo", "grad2": "kl"})
+    with refused(what, [4, POISONED, 9]):
+        step.accumulate(batch_of(groups(), objective))
 
 
 def test_nonfinite_gradient_of_the_critic_leaves_policy_and_critic_unchanged(worker):

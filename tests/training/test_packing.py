@@ -5,7 +5,6 @@ from hypothesis import given, strategies as st
 
 from pipelinerl import rng
 from pipelinerl.training.packing import WeightedRollout, dealt, first_fit, interleaved, pack, work
-from pipelinerl.types import Rollout
 from tests.fakes.rollouts import rollout
 
 SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), min_size=1, max_size=40)
@@ -100,21 +99,3 @@ def test_rollouts_of_one_prompt_share_a_micro_batch_if_they_fit():
     for batch, numbers in pack(members, token_budget=62):
         assert batch.num_tokens == 60, "the rollouts of two prompts"
         assert len({mixed[number].turns[0].context_token_ids[0] for number in numbers}) == 2
-
-
-def test_environment_tokens_between_turns_are_packed_as_context_and_do_not_train():
-    (first,) = rollout(prompt=[1], sampled=[2, 3], spans=[(4, 1), (7, 1)]).turns
-    (second,) = rollout(prompt=[4, 5], sampled=[6], version=8).turns
-    base = rollout()
-    two_turns = Rollout(
-        turns=(first, second), verdict=base.verdict, finish_reason="stop", temperature=0.7, epoch=base.epoch
-    )
-    ((batch, _),) = pack(
-        [WeightedRollout(rollout=two_turns, advantages=np.array([2.0, 3.0, 5.0]), token_weight=0.5)], token_budget=100
-    )
-    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
-    assert batch.loss_mask.tolist() == [False, True, True, False, False, True]
-    assert batch.position_ids.tolist() == list(range(6))
-    assert batch.advantages.tolist() == [0, 2, 3, 0, 0, 5]
-    assert batch.temperatures.tolist() == [np.float32(0.7)] * 6
-    assert batch.behavior_versions is not None and batch.behavior_versions.tolist() == [0, 4, 7, 0, 0, 8]

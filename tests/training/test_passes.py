@@ -10,7 +10,6 @@ from pipelinerl.enums import OldLogprobs
 from pipelinerl.objective.presets import resolve
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, random_decoder
 from pipelinerl.trainers.torch.trainer import TorchTrainer
-from pipelinerl.training.packing import prefixes
 from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.weight_history import WeightHistory
 from pipelinerl.types import ROOT
@@ -136,17 +135,3 @@ def test_forward_pass_of_each_version_covers_only_the_tokens_it_needs(trainer):
     replace(step.passes, policy=counting).completed(in_one_batch(mixed(), budget=20), {"old_logprobs"})
     third = 3 + 7 + 3  # tokens of the two-turn rollout before the sampled tokens of its second turn
     assert counting.tokens == [8 + 5 + third + 1, 8 + third + 5 + 7, third + 7 + 9]
-
-
-def test_forward_pass_input_of_each_segment_ends_at_the_last_token_whose_logprob_is_requested():
-    batch = in_one_batch(mixed()).micro_batches[0]
-    assert prefixes(batch, through=batch.position_ids >= 0)[0] is batch
-    assert batch.behavior_versions is not None
-    tokens = batch.loss_mask & (batch.behavior_versions == 1)
-    part, kept = prefixes(batch, through=tokens)
-    assert part.num_segments == 3 and part.num_tokens == kept.sum()
-    np.testing.assert_array_equal(part.token_ids, batch.token_ids[kept])
-    starts = np.flatnonzero(part.position_ids == 0)
-    np.testing.assert_array_equal(part.segment_ids[starts], [0, 1, 2])
-    ends = np.append(starts[1:], part.num_tokens) - 1
-    assert tokens[kept][ends].all(), "each ends with a token that was asked for"

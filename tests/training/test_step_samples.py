@@ -10,7 +10,7 @@ from pipelinerl.enums import Truncated
 from pipelinerl.observability.samples import SampleKind, SampleLog, TokenTexts, read_samples
 from pipelinerl.training.passes import MeasuredEntropy
 from pipelinerl.training.step import Accumulated, Gradient
-from pipelinerl.training.step_samples import MOST_REASONS, OTHER_REASONS, StepSamples, mean_advantages
+from pipelinerl.training.step_samples import MOST_REASONS, OTHER_REASONS, StepSamples
 from pipelinerl.types import ROOT, Outcome, ProblemSummary
 from tests.fakes.batches import batch_of
 from tests.fakes.rollouts import episode, group, rollout
@@ -118,14 +118,6 @@ def test_truncated_rollout_in_mask_mode_is_kept_as_a_sample_without_advantage(tm
         tmp_path, batch_of([replace(group(0), rollouts=(rollout(reward=1.0), cut))], truncated=Truncated.MASK)
     )
     assert [(each.advantage is None, each.trained) for each in sample.answers] == [(False, True), (True, False)]
-
-
-def test_mean_advantage_of_each_rollout_does_not_depend_on_the_packing_into_micro_batches():
-    groups = [group(0, [0.0, 1.0]), group(1, [1.0, 1.0]), group(2, [1.0, 0.0])]
-    batch = batch_of(groups, token_budget=5)
-    advantages, trained, _ = mean_advantages(batch)
-    assert advantages == pytest.approx([-1, 1, 0, 0, 1, -1], abs=1e-3)
-    assert trained.tolist() == [True, True, False, False, True, True], "those without a gradient were left out"
 
 
 def test_choice_of_groups_kept_as_samples_is_determined_by_seed_and_step(tmp_path):

@@ -1,6 +1,5 @@
 """Checkpoints survive kills, truncation and bit flips are detected, and Hugging Face loads checkpoint directories."""
 
-import fcntl
 import json
 import os
 import shutil
@@ -16,7 +15,7 @@ from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.training.checkpoints import checkpoint
 from pipelinerl.training.checkpoints.checkpoint import CheckpointFence, CheckpointStore, load
 from pipelinerl.training.checkpoints.manifest import Retention, TrainingState
-from tests.fakes.checkpoints import LAYOUT, capture, model_directory, save, state_of, weights_of
+from tests.fakes.checkpoints import capture, model_directory, save, state_of
 from tests.patience import PATIENCE_S
 from trainer_contract.types import TrainerSpec
 
@@ -51,7 +50,7 @@ def test_checkpoint_survives_a_kill_between_the_two_renames_that_replace_it(stor
     path = save(store, 4)
     path.rename(path.with_name(f".replaced-{path.name}"))  # the state after the first of a commit's two renames
     newest = store.latest()
-    assert newest == (path, state_of(4)) and load(path) == state_of(4)
+    assert newest == (path, state_of(4))
     assert sorted(each.name for each in path.parent.iterdir()) == [path.name]
 
 
@@ -127,16 +126,12 @@ def test_newest_complete_checkpoint_can_be_loaded_after_a_kill_at_any_point_of_a
     assert not list(store.directory.glob(".*")), "what the killed ones left is gone"
 
 
-@pytest.mark.parametrize("damage", ["cut", "longer", "removed"])
-def test_damaged_checkpoint_is_reported_and_skipped(store, caplog, damage):
+def test_damaged_checkpoint_is_reported_and_skipped(store, caplog):
     """`tests/faults/test_checkpoint_damage.py` flips and cuts every file."""
     save(store, 2)
     file = save(store, 4) / "trainer" / "optimizer"
     whole = file.read_bytes()
-    if damage == "removed":
-        file.unlink()
-    else:
-        file.write_bytes(whole[:-1] if damage == "cut" else whole + b"x")
+    file.write_bytes(whole + b"x")
     assert latest(store) == state_of(2) and "skipping a damaged checkpoint" in caplog.text
     file.write_bytes(whole)
     assert latest(store) == state_of(4)
@@ -164,18 +159,6 @@ def test_checkpoint_with_an_invalid_manifest_is_rejected(store, manifest):
     with pytest.raises(CheckpointError, match="choose another checkpoint"):
         load(path)
     assert store.oldest_kept_offsets() == {}
-
-
-def test_full_disk_during_a_save_leaves_existing_checkpoints_intact(store):
-    save(store, 2)
-
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError, match="No space left"):
-        store.capture(state_of(4), layout=LAYOUT, weights=weights_of(4), parts={"trainer": full})
-    assert latest(store) == state_of(2)
-    assert latest(store) is not None and save(store, 4).name == "step-000004"
 
 
 def test_checkpoint_commit_that_fails_after_the_rename_can_be_retried(store, monkeypatch):
@@ -212,13 +195,6 @@ def test_failed_removal_of_an_old_checkpoint_is_logged_and_retried(store, monkey
     assert "step-000001 cannot be removed now: [Errno 39] Directory not empty" in caplog.text
     save(store, 5)
     assert not list(store.directory.glob(".*")), "it is tried again"
-
-
-def test_stream_offsets_of_a_checkpoint_are_read_without_reading_its_weights(store):
-    """Only the manifest is read, because weights may have many gigabytes."""
-    path = save(store, 2)
-    (path / "model.safetensors").unlink()
-    assert store.oldest_kept_offsets() == state_of(2).offsets
 
 
 def test_transformers_loads_a_checkpoint_directory(tmp_path):
@@ -268,14 +244,6 @@ def test_trainer_that_was_replaced_cannot_commit_a_checkpoint_that_it_captured_e
     second.commit(capture(second, state_of(2, epoch=2)))
     newest = second.latest()
     assert newest is not None and (newest[1].epoch, newest[1].model_version) == (2, 2)
-
-
-def test_unfinished_checkpoints_of_two_trainers_have_separate_directories(stores):
-    first, second = stores
-    late = capture(first, state_of(2, epoch=1))
-    second.claim(2)
-    assert capture(second, state_of(2, epoch=2)).directory != late.directory
-    assert not late.directory.exists(), "what the fenced one had begun is cleared away"
 
 
 def test_commit_raises_a_fenced_error_if_a_later_trainer_has_removed_the_unfinished_checkpoint(stores, monkeypatch):
@@ -340,13 +308,6 @@ def test_checkpoint_store_that_a_later_epoch_claimed_cannot_be_claimed_by_an_ear
     assert fence.epoch == 3
 
 
-def test_timeout_error_names_the_checkpoint_lock_that_is_never_released(tmp_path):
-    with (tmp_path / "checkpoints.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(DeadlineError, match=r"checkpoints\.lock"):
-            CheckpointFence(tmp_path / "checkpoints", deadline_s=0.1).claim(1)
-
-
 def test_checkpoint_lock_is_released_when_its_holder_is_killed(tmp_path):
     program = (
         "import sys, time; from pathlib import Path\n"
@@ -358,7 +319,7 @@ def test_checkpoint_lock_is_released_when_its_holder_is_killed(tmp_path):
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(DeadlineError):
+        with pytest.raises(DeadlineError, match=r"checkpoints\.lock"):
             fence.claim(2)
         holder.kill()
         holder.wait(PATIENCE_S)
@@ -366,24 +327,23 @@ def test_checkpoint_lock_is_released_when_its_holder_is_killed(tmp_path):
     assert fence.epoch == 2
 
 
-def test_newest_checkpoints_are_kept_and_the_stream_is_trimmed_only_up_to_the_oldest_of_them():
-    retention = Retention(keep=2)
-    assert retention.survivors([10, 20, 30, 40], {10: 0.9}) == {30, 40}
-    assert retention.resumable([40, 10, 30, 20]) == [30, 40]
-    assert retention.resumable([7]) == [7]
-
-
-def test_best_checkpoints_are_kept_but_do_not_limit_how_far_the_stream_is_trimmed():
-    retention = Retention(keep=1, keep_best=2)
-    accuracies = {10: 0.5, 20: 0.7, 30: 0.6, 40: 0.1, 999: 1.0}
-    assert retention.survivors([10, 20, 30, 40], accuracies) == {20, 30, 40}
-    assert retention.resumable([20, 30, 40]) == [40]
-
-
-def test_later_of_two_equally_accurate_checkpoints_counts_as_best():
-    retention = Retention(keep=1, keep_best=1)
-    assert retention.survivors([10, 20, 30, 40], {10: 0.5, 20: 0.5}) == {20, 40}
-    assert retention.survivors([10, 20, 30], {}) == {30}
+@pytest.mark.parametrize(
+    ("retention", "accuracies", "good", "survivors", "resumable"),
+    [
+        (Retention(keep=2), {10: 0.9}, None, {30, 40}, [30, 40]),
+        (Retention(keep=1, keep_best=2), {10: 0.5, 20: 0.7, 30: 0.6, 40: 0.1, 999: 1.0}, None, {20, 30, 40}, [40]),
+        (Retention(keep=1, keep_best=1), {10: 0.5, 20: 0.5}, None, {20, 40}, [40]),
+        (Retention(keep=1), {}, 25, {20, 40}, [20, 40]),
+        (Retention(keep=1), {}, 3, {40}, [40]),
+    ],
+    ids=["newest", "best", "the later of equals", "newest good", "no good one"],
+)
+def test_newest_best_and_good_checkpoints_are_kept_and_the_best_do_not_hold_back_the_stream(
+    retention, accuracies, good, survivors, resumable
+):
+    versions = [40, 10, 30, 20]
+    assert retention.survivors(versions, accuracies, good=good) == survivors
+    assert retention.resumable(versions, good=good) == resumable
 
 
 def test_checkpoint_accuracy_is_that_of_the_first_evaluation_set_with_missing_answers_as_wrong():
@@ -406,9 +366,3 @@ def test_rewind_goes_to_the_newest_good_checkpoint_and_keeps_the_newer_ones_asid
     assert load(store.directory / "rewound-e1-step-000015") == state_of(15)
     assert store.rewind(1, 3) == 5, "without a good one, the oldest"
     assert store.rewind(1, 7) == 5 and store.all() == [paths[0]], "the trainer may be ahead of it"
-
-
-def test_newest_good_checkpoint_and_its_stream_positions_are_kept():
-    retention = Retention(keep=1)
-    assert retention.survivors([10, 20, 30, 40], {}, good=25) == {20, 40}
-    assert retention.resumable([20, 40], good=25) == [20, 40] and retention.resumable([40], good=3) == [40]

@@ -1,17 +1,12 @@
 """Admission of rollout groups: each group request gets one outcome, which the ledger records."""
 
-import math
-
 import pytest
 from hypothesis import given, strategies as st
 
-from pipelinerl.enums import StalenessScope
-from pipelinerl.staleness import StalenessBounds
 from pipelinerl.training.rollouts.admission import (
     ConsumedLedger,
     GroupOutcome,
     Lineage,
-    fresh_part,
     has_signal,
     is_judged,
 )
@@ -47,24 +42,6 @@ def test_ledger_rejects_a_second_outcome_of_the_same_group_request():
     for index in (0, 2):
         with pytest.raises(ValueError, match=f"order {index} ended twice"):
             ledger.settle([index], GroupOutcome.STALE)
-
-
-@pytest.mark.parametrize(
-    ("k", "oldest", "stale"),
-    [(1, 4, False), (1, 3, True), (4, 1, False), (4, 0, True), (math.inf, 0, False)],
-)
-def test_staleness_of_a_group_is_the_version_being_produced_minus_its_oldest_version(k, oldest, stale):
-    made, bounds = group(0, version=oldest), StalenessBounds(1, k)
-    assert (fresh_part(made, producing=5, bounds=bounds, scope=StalenessScope.GROUP) is None) is stale
-
-
-@pytest.mark.parametrize(
-    ("epoch", "version", "stale"),
-    [(2, 10, False), (1, 7, False), (1, 8, True), (0, 6, False)],
-    ids=["this epoch", "an ancestor", "abandoned", "an older ancestor"],
-)
-def test_lineage_excludes_groups_sampled_by_weights_that_a_trainer_restart_abandoned(epoch, version, stale):
-    assert Lineage(epoch=2, began_at=7).includes(group(0, version=version, epoch=epoch)) is not stale
 
 
 @pytest.mark.parametrize(

@@ -97,10 +97,12 @@ def test_group_sampled_by_abandoned_weights_is_dropped_and_listed_once_for_a_new
     assert waiting.waiting == [0]
 
 
-@pytest.mark.parametrize(("mode", "filtered", "left"), [(NoSignal.FILTER, 1, 0), (NoSignal.TRAIN, 0, 1)])
-def test_groups_with_equal_rewards_are_filtered_or_kept_as_configured(mode, filtered, left):
-    waiting = offered(batcher(no_signal=mode), group(0, (1.0, 1.0)))
-    assert (waiting.ledger.counts[GroupOutcome.FILTERED], len(waiting.waiting)) == (filtered, left)
+@pytest.mark.parametrize("mode", list(NoSignal))
+def test_groups_with_equal_rewards_are_filtered_or_train_as_configured(mode):
+    waiting = offered(batcher(no_signal=mode), group(0, (1.0, 1.0)), group(1, (0.0, 0.0)))
+    taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS)
+    assert indices(taken) == ([0, 1] if mode is NoSignal.TRAIN else None)
+    assert waiting.ledger.counts[GroupOutcome.FILTERED] == (0 if mode is NoSignal.TRAIN else 2)
 
 
 @pytest.mark.parametrize("where", ["prompt", "sampled"])
@@ -113,13 +115,6 @@ def test_group_with_token_ids_outside_the_vocabulary_is_filtered_and_logged(wher
     unjudged = replace(foreign, verdict=Verdict(outcome=Outcome.TIMEOUT, reward=0.0))
     waiting.offer(replace(group(1), rollouts=(rollout(reward=0.0), rollout(reward=1.0), unjudged)))
     assert waiting.waiting == [1], "a group that is not packed is not computed"
-
-
-def test_step_trains_on_groups_with_equal_rewards_if_they_are_not_filtered():
-    waiting = offered(batcher(no_signal=NoSignal.TRAIN), group(0, (1.0, 1.0)), group(1, (0.0, 0.0)))
-    taken = waiting.take(StepBudget(rollouts=4), producing=1, bounds=BOUNDS)
-    assert indices(taken) == [0, 1]
-    assert waiting.ledger.counts[GroupOutcome.FILTERED] == 0
 
 
 @pytest.mark.parametrize("mode", list(NoSignal))

@@ -30,14 +30,6 @@ def test_entropy_probe_records_only_tokens_in_the_loss_mask_and_its_records_do_n
     assert numpys == EntropyProbe() and hash(numpys) == hash(EntropyProbe())
 
 
-def test_entropy_probe_gradient_is_zero():
-    logprobs, entropies = (torch.from_numpy(each[MASK]).requires_grad_() for each in (LOGPROBS, ENTROPIES))
-    columns = {HeadMeasure.ENTROPY: entropies, "loss_mask": torch.ones(3, dtype=torch.bool)}
-    value = EntropyProbe().evaluate(logprobs, columns)
-    value.backward()
-    assert value.item() == 1.0 and logprobs.grad is not None and not logprobs.grad.any() and entropies.grad is None
-
-
 def test_entropy_probe_is_equal_after_encoding_and_decoding_for_other_processes():
     probe = EntropyProbe()
     probe.evaluate(LOGPROBS, {HeadMeasure.ENTROPY: ENTROPIES, "loss_mask": MASK})

@@ -1,4 +1,4 @@
-"""Advantages against hand-computed numbers and slow reference implementations."""
+"""Advantages against hand-computed numbers and plain loops; `test_papers.py` compares those of the presets."""
 
 import dataclasses
 
@@ -18,7 +18,6 @@ from pipelinerl.objective.adv import (
     RoleBaseline,
     Scale,
     Whitening,
-    covariances,
 )
 from pipelinerl.objective.contradictions import contradictions
 from pipelinerl.objective.presets import resolve
@@ -60,20 +59,6 @@ def advantages(rewards=REWARDS, valid=VALID, **fields):
     return per_rollout(computed(GroupRelative(**fields), rewards=rewards, valid=valid))
 
 
-@pytest.mark.parametrize(
-    ("fields", "wanted"),
-    [
-        ({"epsilon": 0.0}, [1.0, -1.0, -1.0, 1.0, 1.0, -1.0]),
-        ({"scale": Scale.NONE}, [0.5, -0.5, -0.5, 0.5, 2.0, -2.0]),
-        # Each reward minus the mean of the other rewards: 1 − mean(0, 0, 1) = 2/3, 0 − mean(1, 0, 1) = −2/3; 5 − 1 = 4.
-        ({"baseline": Baseline.LEAVE_ONE_OUT, "scale": Scale.NONE}, [2 / 3, -2 / 3, -2 / 3, 2 / 3, 4.0, -4.0]),
-        ({"baseline": Baseline.NONE, "scale": Scale.NONE}, REWARDS),
-    ],
-)
-def test_group_relative_advantages_match_hand_computed_numbers(fields, wanted):
-    np.testing.assert_allclose(advantages(**fields), wanted)
-
-
 def test_mean_scale_divides_advantages_by_the_groups_mean_reward_and_gives_0_if_that_mean_is_0():
     rewards = np.array([1.0, 0.0, 0.0, 1.0, 0.0, 0.0])
     np.testing.assert_allclose(advantages(rewards, scale=Scale.MEAN), [1.0, -1.0, -1.0, 1.0, 0.0, 0.0])
@@ -82,16 +67,6 @@ def test_mean_scale_divides_advantages_by_the_groups_mean_reward_and_gives_0_if_
 def decoupled(parts, rewards=REWARDS):
     terms = None if parts is None else Parts.of([[PartReward(*part) for part in one] for one in parts], rewards)
     return per_rollout(computed(Decoupled(epsilon=1e-15), rewards=rewards, parts=terms))
-
-
-def test_reward_parts_are_normalised_separately_and_then_weighted():
-    """In group 7, the normalised and weighted reward parts are (1, −1, −1, 1) and −½·(−1, 1, 1, −1) in any unit."""
-    parts = [[("right", r, 1.0), ("length", 100.0 * (1 - r), -0.5)] for r in (1, 0, 0, 1, 1, 0)]
-    got = decoupled(parts)
-    np.testing.assert_allclose(got, [1, -1, -1, 1, 1, -1])
-    mixed = [[("right", r, 1.0), ("format", f, 1.0)] for r, f in ((1, 0), (0, 1), (1, 1), (0, 0), (1, 0), (0, 1))]
-    raw = np.array([0.0, 0.0, 2.0, -2.0, 0.0, 0.0])
-    np.testing.assert_allclose(decoupled(mixed), raw / raw.std(), atol=1e-12)
 
 
 def test_reward_without_parts_is_treated_as_a_single_part():
@@ -105,13 +80,6 @@ def test_rollout_without_a_reward_part_is_excluded_from_the_mean_of_that_part():
     got = decoupled(parts, np.array([1.0, 0, 5, 1, 1, 1]))
     raw = np.array([1.0, -1, 1, -1, 0, 0])
     np.testing.assert_allclose(got, raw / raw.std())
-
-
-def test_batch_scale_whitens_advantages_over_all_tokens_of_the_batch():
-    """REINFORCE++ Eq. 11 and 12 normalise over tokens, so long rollouts count for more."""
-    got = advantages(scale=Scale.BATCH, epsilon=0.0)
-    tokens = np.repeat([0.5, -0.5, -0.5, 0.5, 2.0, -2.0], LENGTHS)
-    np.testing.assert_allclose(np.repeat(got, LENGTHS), (tokens - tokens.mean()) / tokens.std())
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -198,14 +166,6 @@ def test_gae_advantages_equal_a_loop_over_the_definition(whitening):
     np.testing.assert_allclose(computed(rule, columns), raw, rtol=1e-10, atol=1e-12)
 
 
-def test_gae_with_lambda_one_equals_return_minus_value():
-    rule = GAE(trace=1.0, whitening=Whitening.NONE)
-    columns = {"values": generator(1, "values").normal(size=LENGTHS.sum())}
-    whole = np.repeat(REWARDS, LENGTHS)
-    np.testing.assert_allclose(computed(rule, columns), whole - columns["values"], rtol=1e-12)
-    np.testing.assert_allclose(computed(rule, columns, what="returns"), whole, atol=1e-12)
-
-
 def test_rollouts_without_sampled_tokens_get_no_advantages():
     lengths = np.array([2, 0, 1, 0])
     got = computed(
@@ -243,19 +203,19 @@ def by_turns(rewards=TOTALS, valid=None, episodes=EPISODES, groups=EPISODE_GROUP
     return per_rollout(tokens, turns.lengths)
 
 
-def definition(go, episodes, groups, valid, baseline, scale, epsilon=1e-6):
-    """Compute each turn's advantage in loops; `go(i, k)` is the reward credited to turn k of rollout i."""
+def definition(episodes, groups, valid, baseline, scale, epsilon=1e-6):
+    """Compute each turn's advantage in loops."""
     advantages = []
     for i, one in enumerate(episodes):
         for k in range(len(one)):
             same = [j for j in range(len(episodes)) if groups[j] == groups[i] and valid[j] and k < len(episodes[j])]
-            own, all_of_them = go(i, k), [go(j, k) for j in same]
+            own, all_of_them = to_go(i, k), [to_go(j, k) for j in same]
             if not valid[i]:
                 advantages.append(0.0)
                 continue
             centre = np.mean(all_of_them)
             if baseline is Baseline.LEAVE_ONE_OUT:
-                others = [go(j, k) for j in same if j != i]
+                others = [to_go(j, k) for j in same if j != i]
                 centre = np.mean(others) if others else own
             centre = 0.0 if baseline is Baseline.NONE else centre
             advantages.append((own - centre) / (np.std(all_of_them) + epsilon if scale is Scale.STD else 1.0))
@@ -268,35 +228,15 @@ def to_go(i, k):
     return sum(reward for _, reward in EPISODES[i][k:]) + rest
 
 
-MUTANTS = {
-    "the whole reward at every turn": lambda i, k: TOTALS[i],
-    "the reward of the turn alone": lambda i, k: EPISODES[i][k][1],
-    "without the reward of no turn": lambda i, k: sum(reward for _, reward in EPISODES[i][k:]),
-    "from the next turn on": lambda i, k: to_go(i, k) - EPISODES[i][k][1],
-}
-
-
-def test_advantages_with_turn_credit_match_hand_computed_numbers():
-    """In group 0, the three rollouts' rewards to go are 0.75, 1 and 1.25 from turn 0 on, with mean 1, and 0.25, 1 and
-    1.25 from turn 1 on, with mean 5/6. Only one rollout has a turn 2.
-    """
-    got = by_turns(scale=Scale.NONE)
-    mean = 2.5 / 3
-    np.testing.assert_allclose(got, [-0.25, 0.25 - mean, 0, 0, 1 - mean, 0.25, 1.25 - mean, -0.75, 0, 0.75])
-
-
 @pytest.mark.parametrize("baseline", Baseline)
 @pytest.mark.parametrize("scale", [Scale.NONE, Scale.STD])
 @pytest.mark.parametrize("valid", [[True] * 5, [True, False, True, True, True]])
-def test_turn_advantages_equal_a_plain_loop_and_differ_from_loops_with_deliberate_mistakes(baseline, scale, valid):
+def test_turn_advantages_equal_a_plain_loop(baseline, scale, valid):
     valid = np.array(valid)
     rewards = np.where(valid, TOTALS, np.nan)
     got = by_turns(rewards, valid, baseline=baseline, scale=scale)
-    expected = definition(to_go, EPISODES, EPISODE_GROUPS, valid, baseline, scale)
+    expected = definition(EPISODES, EPISODE_GROUPS, valid, baseline, scale)
     np.testing.assert_allclose(got, expected, atol=1e-9)
-    for name, mutant in MUTANTS.items() if valid.all() else ():
-        wrong = definition(mutant, EPISODES, EPISODE_GROUPS, valid, baseline, scale)
-        assert np.abs(got - wrong).max() > 0.05, name
 
 
 @pytest.mark.parametrize("baseline", Baseline)
@@ -325,13 +265,6 @@ def credited(rule, rewards=TOTALS, valid=None, episodes=EPISODES, **columns):
         columns=columns,
         turns=Turns.of([[TurnReward(*turn) for turn in one] for one in episodes]),
     )
-
-
-def test_undiscounted_return_of_a_token_is_the_sum_of_the_rewards_from_its_turn_on():
-    wanted = [to_go(i, k) for i, one in enumerate(EPISODES) for k, (tokens, _) in enumerate(one) for _ in range(tokens)]
-    np.testing.assert_allclose(credited(RewardToGo(credit=Credit.TURNS)), wanted, atol=1e-12)
-    invalid = credited(RewardToGo(credit=Credit.TURNS), np.full(5, np.nan), np.zeros(5, bool))
-    assert (invalid == 0).all()
 
 
 def test_reward_of_a_turn_is_discounted_by_the_number_of_tokens_until_the_end_of_that_turn():
@@ -409,11 +342,3 @@ def test_role_baseline_subtracts_the_running_average_reward_of_the_agent_that_to
     rule = RoleBaseline(decay=0.9)
     np.testing.assert_allclose(rule.advantages(scored, {}), expected)
     assert rule.baselines(scored) == pytest.approx({f"chess/{agent}": b for agent, b in averages.items()})
-
-
-def test_covariance_terms_of_tokens_average_to_numpys_covariance_and_are_0_for_unjudged_tokens():
-    draw = generator(4, "covariances")
-    advantages, logprobs, judged = draw.normal(size=50), draw.normal(size=50), draw.random(50) < 0.7
-    terms = covariances(advantages, logprobs, judged)
-    expected = np.cov(advantages[judged], logprobs[judged], bias=True)[0, 1]
-    assert terms[judged].mean() == pytest.approx(expected) and not terms[~judged].any()

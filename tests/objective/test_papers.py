@@ -9,7 +9,7 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.objective.reward import PartReward, Parts, Scored
 from pipelinerl.objective.tokens import Tokens
 from pipelinerl.rng import generator
-from tests.objective.libraries import LIBRARIES, as_torch, in_numpy, in_torch
+from tests.objective.libraries import LIBRARIES, as_torch, in_numpy
 from tests.objective.oracles import ORACLES, Sequence, clip_cov_candidates, clip_cov_without, everyone
 
 GROUP_SIZE = 10
@@ -141,16 +141,6 @@ def test_log_barrier_of_the_agarwal_preset_has_a_gradient_for_every_token_of_the
     np.testing.assert_allclose(tensors["vocab_mean_logprobs"].grad.numpy(), closed, rtol=0, atol=1e-12)
 
 
-def test_log_barrier_of_the_agarwal_preset_has_no_gradient_through_the_sampled_tokens_log_probs():
-    objective = resolve("agarwal", max_tokens=MAX_TOKENS)
-    logprobs, columns = packed(sampled(5), objective)
-    mask = columns["loss_mask"]
-    unsteered = columns | {"advantages": np.zeros_like(columns["advantages"])}
-    assert (objective.prediction_gradient(logprobs, unsteered) == 0).all(), "no pull towards the sampler's tokens"
-    (closed,) = objective.measure_gradients(logprobs, unsteered).values()
-    assert (closed[mask] < 0).all(), "the loss falls as the mean over the vocabulary rises"
-
-
 @pytest.mark.parametrize(
     "name",
     [*sorted(UNCLIPPED - {"on_policy_distillation"}), "gmpo"],
@@ -160,28 +150,6 @@ def test_preset_that_does_not_clip_computes_the_loss_of_its_paper(name):
     objective, groups = resolve(name, max_tokens=MAX_TOKENS), sampled(6)
     logprobs, columns = packed(groups, objective)
     assert in_numpy(objective, logprobs, columns).loss == pytest.approx(-ORACLES[name](groups).item(), abs=1e-10)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_preset_gradients_in_single_precision_do_not_depend_on_how_a_batch_is_split_and_ordered(name):
-    objective = resolve(name, max_tokens=MAX_TOKENS)
-    logprobs, columns = packed(sampled(7), objective)
-    narrow = {
-        k: v.astype(np.float32) if isinstance(v, np.ndarray) and v.dtype == float else v for k, v in columns.items()
-    }
-    whole, rollouts = in_torch(objective, logprobs.astype(np.float32), narrow), columns["num_segments"]
-    loss, gradient = 0.0, np.zeros_like(whole.gradient)
-    order = generator(8, "papers").permutation(rollouts)
-    for part in np.array_split(order, 3):
-        where = np.concatenate([np.flatnonzero(columns["segment_ids"] == segment) for segment in part])
-        piece = {k: v[where] if isinstance(v, np.ndarray) else v for k, v in narrow.items()}
-        places = {segment: place for place, segment in enumerate(part.tolist())}
-        piece["segment_ids"] = np.array([places[segment] for segment in piece["segment_ids"].tolist()])
-        partial = in_torch(objective, logprobs[where].astype(np.float32), piece | {"num_segments": len(part)})
-        loss += partial.loss
-        gradient[where] = partial.gradient
-    assert loss == pytest.approx(whole.loss, rel=0, abs=1e-5)
-    np.testing.assert_allclose(gradient, whole.gradient, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -10,11 +10,7 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.trainers.torch.packed.attention import Scores
 from pipelinerl.trainers.torch.packed.segments import SegmentPlan
 from pipelinerl.trainers.torch.packed.shared_beginnings import Distinct, Reading
-from pipelinerl.training.packing import alone
-from pipelinerl.types import ROOT
-from tests.fakes.rollouts import episode
 from tests.fakes.torch_trainers import gradients, padded_twin, started
-from trainer_contract.types import Head
 
 OBJECTIVE = resolve("pipelinerl")
 
@@ -30,20 +26,6 @@ def test_each_distinct_prefix_of_the_segments_in_a_batch_is_kept_once(shared, br
         distinct, texts = Distinct.of(batch), texts_of(batch, np.arange(batch.num_tokens))
         assert len(distinct.kept) == len(set(texts)), "each node of the tree once"
         assert [texts[distinct.kept[place]] for place in distinct.place] == texts
-
-
-def test_ten_answers_with_partly_shared_prefixes_keep_each_shared_token_once(branching):
-    of_system, of_prompts, of_answers = 4, 1 + 1 + 1 + 2, 2 * 6
-    assert len(Distinct.of(branching).kept) == of_system + of_prompts + of_answers
-
-
-def test_shared_trunk_of_a_branching_episode_is_computed_once():
-    """The first turn is trained in the first segment and is context in the second."""
-    forked = episode([((0, 1), (2, 3)), ((4,), (5,)), ((6,), (7, 8))], (ROOT, 0, 0))
-    batch = alone([forked])
-    distinct = Distinct.of(batch)
-    assert batch.num_tokens == 6 + 7 and len(distinct.kept) == 9
-    assert batch.token_ids[distinct.kept].tolist() == list(range(9))
 
 
 def test_sampled_tokens_with_replayed_experts_are_not_deduplicated(micro_batch):
@@ -113,22 +95,3 @@ def is_the_padded_one(path, batch):
     got = gradients(trainer)
     for parameter, gradient in expected.items():
         torch.testing.assert_close(got[parameter], gradient, rtol=1e-3, atol=2e-5, msg=parameter)
-
-
-def test_values_with_shared_prefixes_match_those_of_each_rollout_computed_alone(model_path, shared, micro_batch):
-    trainer = started(model_path("qwen2"), head=Head.VALUE)
-    with torch.no_grad():
-        for parameter in trainer._worker.loaded.model.value_head.parameters():
-            parameter.fill_(0.1)
-    together = trainer.forward([shared])[0]
-    for segment in range(shared.num_segments):
-        inside = shared.segment_ids == segment
-        columns = {name: value[inside] for name, value in vars_of(shared).items()}
-        alone = replace(shared, **columns, segment_ids=np.zeros(inside.sum(), np.int32), num_segments=1)
-        np.testing.assert_allclose(trainer.forward([alone])[0], together[inside], atol=1e-5)
-
-
-def vars_of(batch):
-    """Return the batch's columns except `segment_ids`."""
-    columns = {name: getattr(batch, name) for name in batch.__dataclass_fields__ if name != "segment_ids"}
-    return {name: value for name, value in columns.items() if isinstance(value, np.ndarray)}

@@ -123,15 +123,6 @@ def test_varlen_attention_under_autocast_matches_buckets_in_bf16(shared):
     assert [each.dtype for each in got] == [torch.bfloat16, *[torch.float32] * 3]
 
 
-def test_varlen_plan_omits_segments_that_share_all_their_tokens_with_another_segment(branching):
-    distinct = Distinct.of(branching)
-    plan = varlen(branching.position_ids, CPU, distinct)
-    assert plan.query_starts[-1] == len(distinct.kept) < branching.num_tokens
-    assert len(plan.query_starts) - 1 == len(plan.key_starts) - 1 == 8 < branching.num_segments
-    assert (plan.most_queries, plan.most_keys) == (9, 12)
-    assert varlen(branching.position_ids, CPU).keys is None
-
-
 def step(model, setting, batch):
     """Return the log-probs of sampled tokens, and the gradient of their weighted sum."""
     logprobs = predict(model, setting, batch, batch.loss_mask)

@@ -24,7 +24,6 @@ from tests.fakes.batches import batch_of, step_on
 from tests.fakes.rollouts import group, rollout
 from trainer_contract.conformance import CHECKS, VALUE_CHECKS, Status, run
 from trainer_contract.conformance.probes import TrainerUnderTest, pack, rollouts_of
-from trainer_contract.conformance.step_checks import concurrent_reads_see_the_last_step
 from trainer_contract.errors import StateError, TrainerError
 from trainer_contract.host_weights import copied
 from trainer_contract.types import Device, Head, OptimizerSpec, Precision, Rounding, TrainerSpec, WeightDType
@@ -189,20 +188,6 @@ def epochs(directory, *, model, options, batches=3):
     np.savez(directory / "weights.npz", **weights_of(trainer))
     trainer.close()
     return {"steps": len(metrics)}
-
-
-def reads(directory, *, model, options, times):
-    """Run, `times` times, the conformance check that weights can be read during forward and backward passes."""
-    return {
-        str(number): each
-        for number in range(times)
-        for each in kit(
-            directory / str(number),
-            models=[[model, "policy"]],
-            options=options,
-            names=[concurrent_reads_see_the_last_step.__name__],
-        ).values()
-    }
 
 
 def mixture(directory, *, model, options, count=2):

@@ -18,7 +18,7 @@ from pipelinerl.weights.publisher import PublishReport
 from tests.fakes import parameter_server, scripted_engine
 from tests.fakes.parameter_server import TOKEN, state
 from tests.fakes.scripted_engine import LAYOUT
-from tests.fakes.served import as_process, in_thread
+from tests.fakes.served import in_thread
 
 
 def publication(version, engines, **fields):
@@ -113,13 +113,6 @@ async def test_engines_are_spread_over_parameter_server_replicas_and_get_the_lay
     assert [request.layout is not None for _, request in prepares] == [True, True, False, False]
 
 
-async def test_parameter_servers_track_the_version_of_each_engine(publisher, engines, servers):
-    await publisher.publish(publication(1, engines[:1]))
-    assert [state(url)["progress"] for url in servers] == [{url: [1, 1] for url in [*engines[:1], *servers]}] * 2
-    await publisher.publish(publication(2, engines))
-    assert [state(url)["progress"] for url in servers] == [{url: [1, 2] for url in [*engines, *servers]}] * 2
-
-
 async def test_engine_that_joins_late_pulls_the_version_without_a_new_upload(publisher, control, engines):
     await publisher.publish(publication(1, engines[:1]))
 
@@ -145,16 +138,6 @@ async def test_engines_with_another_model_reject_the_published_version(publisher
     with pytest.raises(UpdateError, match="does not fit the model"):
         await publisher.publish(publication(1, engines, layout=layout, weights=parameter_server.weights(1)))
     assert await serving(control, *engines) == [(0, 0), (0, 0)]
-
-
-async def test_engine_killed_while_it_pulls_weights_is_reported(publisher, control, engines):
-    async with EngineClient() as anyones:
-        made = PullPublisher(_ByToken(control, anyones, engines), publisher._placement)
-        with as_process("tests.fakes.scripted_engine") as (victim, process):
-            await anyones.health(victim)
-            process.kill()
-            report = await made.publish(publication(1, [victim, *engines]))
-    assert victim in report.failed and set(report.pauses_s) == set(engines)
 
 
 async def test_updated_engines_are_reported_as_updated_even_if_a_repeated_upload_for_other_engines_fails():
@@ -225,20 +208,6 @@ async def test_concurrent_publications_of_weight_versions_complete_in_order(publ
     reports = await asyncio.gather(*(publisher.publish(publication(version, engines)) for version in (1, 2, 3, 4)))
     assert [report.version for report in reports] == [1, 2, 3, 4]
     assert await serving(control, *engines) == [(1, 4), (1, 4)]
-
-
-class _ByToken:
-    """A client that sends its token only to the given engines, and no token to other engines."""
-
-    def __init__(self, control, others, engines):
-        self._control = control
-        self._others = others
-        self._engines = engines
-        self.init_process_group = control.client.init_process_group
-
-    async def request_weight_update(self, url, request):
-        chosen = self._control if url in self._engines else self._others
-        return await chosen.request_weight_update(url, request)
 
 
 async def test_engines_that_follow_announcements_get_an_update_request_only_if_they_lack_the_layout(

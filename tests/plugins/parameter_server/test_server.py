@@ -72,36 +72,11 @@ def test_weights_are_the_same_whether_pushed_and_pulled_over_http_or_shared_memo
     placement.close()
 
 
-def test_weights_can_be_pulled_into_a_torch_buffer(server):
-    import torch
-
-    place([server], publication(1))
-    for by_memory in (True, False):
-        into = torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
-        WeightPuller(token=TOKEN, shared_memory=by_memory).fetch(order(1, server), into=into)
-        assert np.array_equal(into.numpy(), flat(1))
-
-
 def test_replicas_copy_weights_from_one_parameter_server_and_serve_the_same_bytes(servers):
     placed = place(servers, publication(1))
     assert placed.sources == (tuple(servers),) and placed.failed == {}
     for url in servers:
         assert np.array_equal(pulled(order(1, url)), flat(1))
-
-
-def test_weight_version_that_a_parameter_server_already_has_is_not_uploaded_again(servers):
-    sent = []
-
-    def counted():
-        sent.append(1)
-        yield from publication(1).weights()
-
-    once = publication(1, weights=counted)
-    place(servers[:1], once)
-    placed = place(servers, once)
-    assert len(sent) == 1 and placed.sources == (tuple(servers),), (
-        "the other servers must copy the version from the first"
-    )
 
 
 def test_upload_reports_an_unreachable_parameter_server_and_reaches_the_other_servers(servers):

@@ -11,8 +11,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +22,6 @@ from pipelinerl.plugins.torch_mesh.joining import join
 from pipelinerl.system.machine import free_ports
 from pipelinerl.trainers.ranks.rendezvous import Distributed
 from pipelinerl.trainers.torch.mesh import ProcessMesh, device_index
-from pipelinerl.trainers.torch.options import distributed_of, options_of
 from pipelinerl.trainers.torch.state import VALUE, ShardFiles, key_of
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from tests.fakes import torch_rank0
@@ -55,12 +52,8 @@ AGREED = [
     "non_finite_is_refused",
     "concurrent_reads_see_the_last_step",
 ]
-#: The models and heads on which the conformance kit runs on every mesh.
-KIT = [("qwen3", "policy"), ("gpt2", "policy"), ("llama", "value"), ("qwen3_moe", "policy")]
 #: The number of steps of the fast tests of context parallelism; the slow tests take 20.
 FEW = 6
-#: A job for rank 0: the directory of its results, its name, and its arguments.
-Job = tuple[Path, str, dict[str, Any]]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -220,64 +213,41 @@ def two(model, model_path, begun, tmp_path_factory):
     """
     directory = tmp_path_factory.mktemp("two")
     unstepped, recurrent = (str(zoo.save(directory / name, name)) for name in ("laguna", "lfm2"))
-    after = {"model": model, "restore_from": str(directory / "alone" / "state")}
+    experts = str(model_path("qwen3_moe"))
+
+    def job(name, what, *, model=model, restored=None, **given):
+        """Return a job on `model`; `restored` names the job whose state it resumes."""
+        given |= {} if restored is None else {"restore_from": str(directory / restored / "state")}
+        return directory / name, what, {"model": model} | given
+
+    kit = {"models": [[model, "policy"]]}
     jobs = [
-        (directory, "train", {"model": model}),
-        (
-            directory / "alone",
-            "train_alone",
-            {"model": model, "first": 20, "count": 5, "restore_from": str(directory / "state")},
-        ),
-        (directory / "resaved", "resave", after),
-        (directory / "again", "train", {**after, "first": 25, "count": 5}),
-        (directory, "show", {"model": model}),
-        (directory / "kit", "kit", {"models": [[model, "policy"]], "names": AGREED}),
-        (directory / "cp", "train", {"model": model, "count": FEW, "options": CP}),
-        (directory / "cp", "show", {"model": model, "options": CP}),
-        (
-            directory / "back",
-            "train",
-            {"model": model, "first": 20, "count": 1, "restore_from": str(directory / "state")},
-        ),
-        (directory / "lora", "train", {"model": model, "options": {"lora": LORA}}),
-        (directory / "lora_cp", "train", {"model": model, "count": 2, "options": CP | {"lora": LORA}}),
-        (directory / "epochs", "epochs", {"model": model}),
+        job("", "train"),
+        job("alone", "train_alone", first=20, count=5, restored=""),
+        job("resaved", "resave", restored="alone"),
+        job("again", "train", first=25, count=5, restored="alone"),
+        job("", "show"),
+        (directory / "kit", "kit", kit | {"names": AGREED}),
+        job("cp", "train", count=FEW, options=CP),
+        job("cp", "show", options=CP),
+        job("back", "train", first=20, count=1, restored=""),
+        job("lora", "train", options={"lora": LORA}),
+        job("lora_cp", "train", count=2, options=CP | {"lora": LORA}),
+        job("epochs", "epochs"),
         (directory / "begin", "begin", {"models": begun}),
-        (directory / "served", "served", {"model": model}),
-        (directory / "refused", "refused", {"model": model, "restore_from": str(directory / "state")}),
-        (directory / "divided", "show", {"model": model, "options": DIVIDED}),
-        (
-            directory / "divided_kit",
-            "kit",
-            {"models": [[model, "policy"]], "names": ["non_finite_is_refused"], "options": DIVIDED},
-        ),
-        (directory / "small", "train", {"model": model, "count": 3, "options": SMALL}),
-        (
-            directory / "small_back",
-            "train",
-            {
-                "model": model,
-                "first": 3,
-                "count": 1,
-                "options": SMALL,
-                "restore_from": str(directory / "small" / "state"),
-            },
-        ),
-        (directory / "mixture", "mixture", {"model": str(model_path("qwen3_moe"))}),
-        (directory / "mixture_cp", "mixture", {"model": str(model_path("qwen3_moe")), "options": CP}),
-        (
-            directory / "mixture_parallel",
-            "mixture",
-            {"model": str(model_path("qwen3_moe")), "options": PARALLEL},
-        ),
-        (directory / "padded", "show", {"model": recurrent}),
-        (directory / "unstepped", "train", {"model": unstepped, "count": 2}),
-        (
-            directory / "unstepped_back",
-            "train",
-            {"model": unstepped, "first": 2, "count": 1, "restore_from": str(directory / "unstepped" / "state")},
-        ),
-        (directory / "lost", "until_lost", {"model": model}),
+        job("served", "served"),
+        job("refused", "refused", restored=""),
+        job("divided", "show", options=DIVIDED),
+        (directory / "divided_kit", "kit", kit | {"names": ["non_finite_is_refused"], "options": DIVIDED}),
+        job("small", "train", count=3, options=SMALL),
+        job("small_back", "train", first=3, count=1, options=SMALL, restored="small"),
+        job("mixture", "mixture", model=experts),
+        job("mixture_cp", "mixture", model=experts, options=CP),
+        job("mixture_parallel", "mixture", model=experts, options=PARALLEL),
+        job("padded", "show", model=recurrent),
+        job("unstepped", "train", model=unstepped, count=2),
+        job("unstepped_back", "train", model=unstepped, first=2, count=1, restored="unstepped"),
+        job("lost", "until_lost"),
     ]
     return directory, end_by_losing(1, signal.SIGKILL, jobs)
 
@@ -399,17 +369,6 @@ def test_bf16_moments_of_two_processes_load_bit_for_bit_on_one_process(model, tw
     np.testing.assert_array_equal(arrays(small)["steps.next"].sum(), arrays(two[0] / "small_back")["steps.losses"][0])
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_two_and_four_processes_load_each_others_states(model, two, tmp_path):
-    state = two[0] / "state"
-    succeed([(tmp_path / "4", "resave", {"model": model, "restore_from": str(state)})], mesh={"dp_shard": 4})
-    four = tmp_path / "4" / "state"
-    assert len(list((four / "shards").glob("*.safetensors"))) == 4
-    succeed([(tmp_path / "2", "resave", {"model": model, "restore_from": str(four)})])
-    assert contents(tmp_path / "2" / "state") == contents(four) == contents(state)
-
-
 def test_forward_and_backward_of_two_processes_use_the_rounded_weights_that_engines_serve(model, two, tmp_path):
     assert results_in(two[0] / "served") == [True, True]
     torch_rank0.served(tmp_path, model=model, options={})
@@ -424,13 +383,6 @@ def test_conformance_checks_in_which_ranks_must_agree_pass_on_two_processes(two)
 
 def test_torch_rank_0_error_names_a_killed_rank(two):
     assert "RankError: rank 1 is gone" in two[1]
-
-
-@pytest.mark.slow  # JAX's test_ranks tests the same code in less time
-@pytest.mark.timeout(600)
-def test_other_ranks_report_that_rank_0_was_lost(model, tmp_path):
-    jobs = [(tmp_path, "until_lost", {"model": model})]
-    assert "pipelinerl: rank 0 is gone" in end_by_losing(0, signal.SIGKILL, jobs)
 
 
 @pytest.mark.slow
@@ -485,23 +437,11 @@ def test_checkpoint_of_sharded_experts_has_the_tensors_of_the_model_directory(on
 @pytest.mark.parametrize(
     "mesh", [TWO, {"dp_replicate": 2}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"cp": 2}, {"cp": 4}]
 )
-def test_conformance_kit_passes_on_every_torch_mesh(mesh, model_path, tmp_path):
-    check_kit(KIT, mesh, model_path, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("mesh", [TWO, {"dp_shard": 4}])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama", "mistral", "gpt2", "qwen3_moe"])
-def test_conformance_kit_passes_for_every_architecture_and_head_on_a_mesh(name, mesh, model_path, tmp_path):
-    check_kit([(name, head) for head in ("policy", "value") if (name, head) not in KIT], mesh, model_path, tmp_path)
-
-
-def check_kit(subjects, mesh, model_path, directory):
-    models = [[str(model_path(name)), head] for name, head in subjects]
-    (reasons,) = succeed([(directory, "kit", {"models": models})], mesh=mesh)
-    for name, head in subjects:
-        suite = CHECKS if head == "policy" else VALUE_CHECKS
+def test_conformance_kit_passes_on_every_torch_mesh(name, mesh, model_path, tmp_path):
+    models = [[str(model_path(name)), head] for head in ("policy", "value")]
+    (reasons,) = succeed([(tmp_path, "kit", {"models": models})], mesh=mesh)
+    for head, suite in (("policy", CHECKS), ("value", VALUE_CHECKS)):
         assert reasons[f"{name} {head}"] == {check.__name__: "" for check in suite}
 
 
@@ -544,13 +484,6 @@ def test_20_steps_on_replicated_sharded_and_context_parallel_meshes_match_one_pr
     assert distance(ours, theirs, "gradient") <= 2e-6
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_conformance_check_of_concurrent_weight_reads_passes_20_times_in_a_row(model, tmp_path):
-    (reasons,) = succeed([(tmp_path, "reads", {"model": model, "times": 20})])
-    assert reasons == {str(number): {"concurrent_reads_see_the_last_step": ""} for number in range(20)}
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -574,17 +507,3 @@ def test_torch_trainer_rejects_invalid_options_by_name(options, sentence, model_
     spec = TrainerSpec(model_path=model_path("qwen3"), device=Device.CPU, options=options)
     with pytest.raises(SpecError, match="^.*" + sentence.replace("(", r"\(")):
         TorchTrainer().init_worker(spec)
-
-
-def test_mesh_of_one_process_needs_no_distributed_options(model_path):
-    given = {"mesh": {"dp_shard": 1, "dp_replicate": 1, "cp": 1}}
-    mesh = options_of(given).mesh
-    assert (mesh.size, distributed_of(given, mesh)) == (1, None)
-
-
-@pytest.mark.parametrize(("length", "shards"), [(7, 2), (1, 4), (5, 4), (48, 3)])
-def test_shards_of_a_mesh_together_hold_each_row_once(length, shards):
-    mesh = ProcessMesh(dp_replicate=2, dp_shard=shards)
-    rows = [list(range(length))[mesh.rows_of(rank, length)] for rank in range(mesh.size)]
-    assert [row for part in rows[:shards] for row in part] == list(range(length))
-    assert rows[:shards] == rows[shards:], "each copy is divided alike"

@@ -81,17 +81,12 @@ class MiniBatching:
 
     @property
     def updates(self) -> int:
-        """The number of optimizer steps of a batch that does not end early."""
         return self.epochs * self.mini_batches
 
     def dealt(self, sizes: Sequence[int], *, producing: int, epoch: int) -> list[list[int]]:
         """Return the groups of each mini-batch in `epoch` (from 0); `sizes` are the groups' tokens to compute."""
         count = max(1, min(self.mini_batches, sum(size > 0 for size in sizes)))
         return deal(sizes, count, rng.generator(self.seed, "mini-batches", producing, epoch))
-
-    def exceeded(self, kl: float | None) -> bool:
-        """Return whether the KL from π_old is too large for another optimizer step."""
-        return self.target_kl is not None and kl is not None and kl > self.target_kl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +104,7 @@ class BatchRules:
     mini_batching: MiniBatching = MiniBatching()
 
     def masks(self, rollout: Rollout) -> bool:
-        """Return whether the loss excludes the rollout because it ran out of tokens."""
+        """Return whether the loss excludes the rollout for being truncated."""
         return self.truncated is Truncated.MASK and rollout.finish_reason == FinishReason.LENGTH
 
 
@@ -156,12 +151,14 @@ def build(
     )
     agents = [(domain, turn.agent) for domain, one in zip(domains, rollouts, strict=True) for turn in one.turns]
     roles = [f"{domain}/{agent}" if agent else domain for domain, agent in agents]
+    ways = [(one, rules.shaping.get(domain, RewardShaping())) for one, domain in zip(rollouts, domains, strict=True)]
+    parts = [how.parts(one.verdict.parts) for one, how in ways]
     scored = replace(
         given,
         rewards=rewards,
         valid=learns & rewarded if late else rewarded,
         turns=turns if objective.adv.credit is Credit.TURNS else None,
-        parts=_parts(groups, rules.shaping, rewards) if objective.adv.needs_parts else None,
+        parts=Parts.of(parts, rewards) if objective.adv.needs_parts else None,
         roles=Roles(roles, baselines) if objective.adv.state else None,
     )
     with np.errstate(invalid="ignore", over="ignore"):  # `check_columns` reports rewards that are not finite
@@ -193,11 +190,6 @@ def _advantages(
 ) -> Floats:
     advantages = objective.adv.advantages(scored, columns)
     return advantages if streams is None else with_constants(advantages, np.repeat(streams, scored.lengths))
-
-
-def _parts(groups: Sequence[RolloutGroup], shaping: Mapping[str, RewardShaping], rewards: Floats) -> Parts:
-    ways = [(rollout, shaping.get(group.domain, RewardShaping())) for group in groups for rollout in group.rollouts]
-    return Parts.of([how.parts(rollout.verdict.parts) for rollout, how in ways], rewards)
 
 
 def _stats(
@@ -267,18 +259,15 @@ class TrainBatch:
 
     @property
     def orders(self) -> list[int]:
-        """The indices of the controller's orders (requests) for the batch's groups, in the order of the groups."""
         return [group.index for group in self.groups]
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        """The packed micro-batches, with the columns that forward passes have computed so far."""
         return [packed.micro_batch for packed in self.packed]
 
     def group_indices(self, number: int, broken: Bool | None = None) -> list[int]:
-        """Return the sorted indices (`RolloutGroup.index`) of the groups in micro-batch `number`.
-
-        If the mask `broken` [T] is given, only groups with such tokens in the loss mask count.
+        """Return the sorted indices of the groups in micro-batch `number`, if given only of those with a token in the
+        mask `broken` [T].
         """
         rollouts = np.array(self.rollouts_of(number))
         if broken is not None:
@@ -359,7 +348,15 @@ class TrainBatch:
         computed |= objective.grad2.choices(self.scored, columns | computed)
         if isinstance(objective.adv, GAE):
             computed["returns"] = objective.adv.returns(self.scored, columns)
-        return self.with_columns({name: self._scattered(column) for name, column in computed.items()})
+        by_micro_batch: dict[str, list[Float32]] = {name: [] for name in computed}
+        for micro_batch, members in self.packed:
+            rows = self.segments.rows(members)
+            for name, values in computed.items():
+                column = np.zeros(micro_batch.num_tokens, np.float32)
+                with np.errstate(over="ignore"):  # overflows become infinite; `check_columns` reports them
+                    column[micro_batch.loss_mask] = values[rows]
+                by_micro_batch[name].append(column)
+        return self.with_columns(by_micro_batch)
 
     def sampled(self, columns: Iterable[Float32 | None], *, missing: float = 0.0) -> Floats:
         """Gather the values of sampled tokens, [N], from one array [T] per micro-batch; `missing` where unknown."""
@@ -368,15 +365,6 @@ class TrainBatch:
             if column is not None:
                 values[self.segments.rows(members)] = column[micro_batch.loss_mask]
         return values
-
-    def _scattered(self, values: Floats) -> list[Float32]:
-        columns = []
-        for micro_batch, members in self.packed:
-            column = np.zeros(micro_batch.num_tokens, np.float32)
-            with np.errstate(over="ignore"):  # values that overflow fp32 become infinite; `check_columns` reports them
-                column[micro_batch.loss_mask] = values[self.segments.rows(members)]
-            columns.append(column)
-        return columns
 
     def portions(self, epoch: int) -> Iterator[tuple[list[int], Floats]]:
         """Yield the mini-batches of `epoch` (counted from 0) in the order of training.

@@ -165,14 +165,24 @@ def dealt(order: Sequence[int], lengths: Sequence[int], width: int) -> list[list
 def interleaved(parts: Sequence[list[list[int]]], lengths: Sequence[int]) -> list[list[int]]:
     """Order the micro-batches (bins) of all parts for computation: the first of each part, then the second of each.
 
-    Beforehand, bins are halved until all parts have the same number of bins, and each part's bins are sorted by work,
-    so that bins computed at once are similar. If a part has too few rollouts for this, all bins are sorted instead.
+    Beforehand, the bins with most work are halved until all parts have as many bins, and each part's bins are sorted by
+    work, so that bins computed at once are similar. If a part has too few rollouts, all bins are sorted instead.
     """
-    rounds = max(len(bins) for bins in parts)
-    even = [sorted(_halved(bins, rounds, lengths), key=lambda bin: -_work(bin, lengths)) for bins in parts]
+
+    def its_work(bin: Sequence[int]) -> float:
+        return sum(work(lengths[i]) for i in bin)
+
+    rounds, even = max(len(bins) for bins in parts), []
+    for part in parts:
+        bins = [list(bin) for bin in part]
+        while len(bins) < rounds and (splittable := [bin for bin in bins if len(bin) > 1]):
+            largest = max(splittable, key=its_work)
+            bins.remove(largest)
+            bins += dealt(largest, lengths, 2)
+        even.append(sorted(bins, key=its_work, reverse=True))
     if all(len(bins) == rounds for bins in even):
         return [bins[number] for number in range(rounds) for bins in even]
-    return sorted((bin for bins in even for bin in bins), key=lambda bin: -_work(bin, lengths))
+    return sorted((bin for bins in even for bin in bins), key=its_work, reverse=True)
 
 
 def first_fit(order: Sequence[int], lengths: Sequence[int], token_budget: int) -> list[list[int]]:
@@ -188,20 +198,6 @@ def first_fit(order: Sequence[int], lengths: Sequence[int], token_budget: int) -
             bins[slot].append(i)
             room[slot] -= lengths[i]
     return bins
-
-
-def _halved(bins: list[list[int]], count: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Halve the bin with most work, repeatedly, until there are `count` bins or each bin has only one rollout."""
-    bins = [list(bin) for bin in bins]
-    while len(bins) < count and (splittable := [bin for bin in bins if len(bin) > 1]):
-        largest = max(splittable, key=lambda bin: _work(bin, lengths))
-        bins.remove(largest)
-        bins += dealt(largest, lengths, 2)
-    return bins
-
-
-def _work(bin: Sequence[int], lengths: Sequence[int]) -> float:
-    return sum(work(lengths[i]) for i in bin)
 
 
 def alone(rollouts: Sequence[Rollout]) -> MicroBatch:

@@ -39,9 +39,7 @@ class Teacher(Protocol):
         """Return the log-probs f32 [T] of each micro-batch's tokens at their temperatures; 0 at segment starts."""
         ...
 
-    def close(self) -> None:
-        """Free devices and connections."""
-        ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +58,7 @@ class ForwardPasses:
     history: WeightHistory | None = None
 
     def completed(self, batch: TrainBatch, needs: AbstractSet[str]) -> TrainBatch:
-        """Return the batch with the columns `needs`, as far as the workers exist.
-
-        Raises NonFiniteStep if a worker's result is not finite.
-        """
+        """Return the batch with the columns `needs`, as far as the workers exist. Raises NonFiniteStep."""
         passes: dict[str, Callable[[TrainBatch], list[Float32]]] = {"old_logprobs": self._old_logprobs}
         if batch.rules.losses.others:
             passes["ref_logprobs"] = self._by_domain
@@ -173,7 +168,18 @@ class EntropyMeter:
         """
         if self.interval_steps == 0 or batch.producing % self.interval_steps:
             return MeasuredEntropy()
-        chosen, probe = self._chosen(batch), EntropyProbe()
+        # Up to half of the measured rollouts are from groups in the sample log, the others are evenly spaced.
+        members = sorted({row for number in range(len(batch.packed)) for row in batch.rollouts_of(number)})
+        count = -(-len(members) // _ONE_IN)
+        logged = [
+            [row for row in members if batch.scored.groups[row] == number]
+            for number in batch.drawn(self.seed, self.logged_groups)
+        ]
+        in_turn = (row for row in chain.from_iterable(zip_longest(*logged)) if row is not None)
+        first = list(islice(in_turn, (count + 1) // 2))
+        others = [member for member in members if member not in first]
+        spaced = others[:: -(-len(others) // (count - len(first)))] if count > len(first) else []
+        chosen, probe = sorted(first + spaced), EntropyProbe()
         rollouts = [batch.segments.rollouts[row] for row in chosen]
         try:
             (measured,) = policy.backward([alone(rollouts)], probe)
@@ -189,17 +195,3 @@ class EntropyMeter:
         entropies[table.rows(range(len(table.owners)))] = seen[0]
         by_rollout = np.split(entropies, np.cumsum(lengths)[:-1])
         return MeasuredEntropy(figures=figures, of_tokens=dict(zip(chosen, by_rollout, strict=True)))
-
-    def _chosen(self, batch: TrainBatch) -> list[int]:
-        """Choose rollouts to measure: up to half from groups in the sample log, the others evenly spaced."""
-        members = sorted({row for number in range(len(batch.packed)) for row in batch.rollouts_of(number)})
-        count = -(-len(members) // _ONE_IN)
-        logged = [
-            [row for row in members if batch.scored.groups[row] == number]
-            for number in batch.drawn(self.seed, self.logged_groups)
-        ]
-        in_turn = (row for row in chain.from_iterable(zip_longest(*logged)) if row is not None)
-        first = list(islice(in_turn, (count + 1) // 2))
-        others = [member for member in members if member not in first]
-        spaced = others[:: -(-len(others) // (count - len(first)))] if count > len(first) else []
-        return sorted(first + spaced)

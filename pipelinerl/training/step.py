@@ -66,7 +66,8 @@ class Critic:
 class Gradient:
     """The losses of a mini-batch whose gradient the workers have accumulated.
 
-    `losses` are the policy's, [] while only the critic trains; `value_losses` are the critic's.
+    `losses` are the policy's, [] while only the critic trains; `value_losses` are the critic's. `trained` are the
+    micro-batches of the policy, with its `logprobs` at the weights before the update.
     """
 
     batch: TrainBatch
@@ -76,12 +77,10 @@ class Gradient:
 
     @property
     def trained(self) -> list[MicroBatch]:
-        """The micro-batches on which the policy was trained; [] while only the critic trains."""
         return self.batch.micro_batches if self.losses else []
 
     @property
     def logprobs(self) -> list[Float32]:
-        """The policy's log-probs of each micro-batch, at the weights before the update."""
         return [loss.predictions for loss in self.losses]
 
 
@@ -180,22 +179,26 @@ class Step:
             number = batch.optimizer_steps[batch.number]
             demonstrations = self.demonstrations.micro_batches(number, batch.rules)
         with self._clean_on_failure():
-            losses = self._policy_backward(batch, demonstrations)
-            value_losses = self._critic_backward(batch)
+            losses, value_losses = self._policy_backward(batch, demonstrations), list[LossStats]()
+            if self.critic is not None:
+                try:
+                    weighed = weighed_for_critic(batch.micro_batches)
+                    value_losses = self.critic.worker.backward(weighed, self.critic.loss)
+                except NonFiniteError as error:
+                    groups = batch.orders if error.number is None else batch.group_indices(error.number)
+                    raise NonFiniteStep("value loss", groups) from error
+                batch.check_finite([loss.predictions for loss in value_losses], what="values")
         losses, imitated = losses[: len(losses) - len(demonstrations)], losses[len(losses) - len(demonstrations) :]
         if tokens := sum(int(each.loss_mask.sum()) for each in demonstrations):
             cross_entropy = -sum(float(loss.predictions.sum(dtype=np.float64)) for loss in imitated) / tokens
         return Gradient(batch=batch, losses=losses, value_losses=value_losses, cross_entropy=cross_entropy)
 
     def _stands_still(self, batch: TrainBatch) -> bool:
-        """Return whether the step is in the critic's warm-up, in which the policy does not train."""
+        """Return whether the policy does not train, in the critic's warm-up."""
         return self.critic is not None and batch.producing <= self.critic.warmup_steps
 
     def _policy_backward(self, batch: TrainBatch, demonstrations: Sequence[MicroBatch]) -> list[LossStats]:
-        """Run one backward call over rollouts and demonstrations; return the losses of both, in this order.
-
-        During the critic's warm-up, the call has no tokens and the result is [].
-        """
+        """Return the losses of rollouts and demonstrations, in this order; [] during the critic's warm-up."""
         (compiled, beta), given = as_column(batch.objective), batch.micro_batches
         if self._stands_still(batch):
             first = given[0]
@@ -225,18 +228,6 @@ class Step:
         batch.check_finite([loss.predictions for loss in losses[: len(given)]], what="logprobs")
         return losses
 
-    def _critic_backward(self, batch: TrainBatch) -> list[LossStats]:
-        if self.critic is None:
-            return []
-        weighed = weighed_for_critic(batch.micro_batches)
-        try:
-            losses = self.critic.worker.backward(weighed, self.critic.loss)
-        except NonFiniteError as error:
-            groups = batch.orders if error.number is None else batch.group_indices(error.number)
-            raise NonFiniteStep("value loss", groups) from error
-        batch.check_finite([loss.predictions for loss in losses], what="values")
-        return losses
-
     @contextmanager
     def _clean_on_failure(self) -> Iterator[None]:
         try:
@@ -264,7 +255,8 @@ class Step:
             try:
                 gradient = self._gradient(mini_batch)
                 tokens = trained_tokens(gradient.trained, gradient.logprobs)
-                if mini_batching.exceeded(statistics(batch.objective, tokens).get(KL_OLD)):
+                kl = statistics(batch.objective, tokens).get(KL_OLD, 0.0)
+                if mini_batching.target_kl is not None and kl > mini_batching.target_kl:
                     self.discard()
                     ended["ended_by_kl"] = 1.0
                     break
@@ -344,7 +336,6 @@ def figures_of(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def _figures_of_one(update: Update) -> dict[str, float]:
-    """Return the metrics of one update; epochs and mini-batches are counted from 1."""
     gradient, batch = update.gradient, update.gradient.batch
     measured = statistics(batch.rules.losses.objective(batch.objective), _tokens([update]))
     epoch, mini_batch = divmod(batch.number, batch.rules.mini_batching.mini_batches)

@@ -107,9 +107,7 @@ class Trainer(Protocol):
         """
         ...
 
-    def discard_gradient(self) -> None:
-        """Discard the accumulated gradient, because its step is skipped."""
-        ...
+    def discard_gradient(self) -> None: ...
 
     def weight_layout(self) -> tuple[ParameterInfo, ...]:
         """Return name, shape and dtype of every parameter, in the order of `gather_weights`; tied ones appear once.
@@ -132,7 +130,7 @@ class Trainer(Protocol):
         ...
 
     def close(self) -> None:
-        """Free devices and processes. The trainer cannot be used afterwards."""
+        """Free devices and processes."""
         ...
 
 

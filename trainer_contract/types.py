@@ -111,7 +111,6 @@ class RoutingShape(NamedTuple):
 
     @property
     def bytes_per_token(self) -> int:
-        """The size of one token's expert indices in bytes."""
         return self.layers * self.top_k * self.dtype.itemsize
 
 
@@ -217,7 +216,6 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """T, the number of tokens."""
         return int(self.token_ids.shape[0])
 
 

@@ -80,9 +80,8 @@ class UpdateProbe:
         return torch.cat([self.weights[name].view(-1)[each].cpu() for name, each in self.places.items()])
 
     def share(self, before: Tensor, after: Tensor) -> float | None:
-        """Return ⟨Δrounded, Δ⟩ / ⟨Δ, Δ⟩ for the update Δ = after − before; None if no weight changed.
-
-        1 means that engines see the whole update.
+        """Return ⟨Δrounded, Δ⟩ / ⟨Δ, Δ⟩ for Δ = after − before, 1 if engines see the whole update; None if nothing
+        changed.
         """
         update = (after - before).double()
         size = float(update @ update)

@@ -32,11 +32,9 @@ class EntropyProbe:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The measures that this objective needs: the entropy."""
         return frozenset({HeadMeasure.ENTROPY})
 
     def evaluate(self, predictions: Array, columns: Columns) -> Array:
-        """Return the mean entropy over the loss mask in nats, a scalar with gradient 0 in the predictions."""
         xp, mask = namespace(predictions), columns["loss_mask"]
         known = on_host(columns[HeadMeasure.ENTROPY])
         if known is not None:
@@ -45,9 +43,7 @@ class EntropyProbe:
         return entropies.sum() / mask.sum() + 0.0 * xp.where(mask, predictions, 0.0).sum()
 
     def prediction_gradient(self, predictions: Array, columns: Columns) -> Array:
-        """Return the gradient with respect to the predictions, zeros [T]."""
         return namespace(predictions).zeros_like(predictions)
 
     def measure_gradients(self, predictions: Array, columns: Columns) -> Mapping[HeadMeasure, Array]:
-        """Return the gradient with respect to the entropy column, zeros [T]."""
         return {HeadMeasure.ENTROPY: namespace(predictions).zeros_like(predictions)}

@@ -69,12 +69,10 @@ class EProcess:
 
     @property
     def log_evidence(self) -> float:
-        """The logarithm of the evidence against the engine."""
         return float(_log_mean(self._capital))
 
     @property
     def best(self) -> int:
-        """The number of the bet with the largest capital."""
         return int(np.argmax(self._capital))
 
     def begin(self) -> None:
@@ -139,10 +137,8 @@ class EngineEvidence:
         self._baseline = np.sort(np.append(self._baseline, deviations(theirs, ours)[distinct(ours)][:room]))
 
     def add(self, theirs: Floats, ours: Floats, *, more: bool = False) -> int | None:
-        """Test the log-probs [N] of tokens by the engine (`theirs`) and the trainer; return the first wrong token.
-
-        The result is None unless the evidence alarms. The first tokens of a new engine extend its baseline instead.
-        `more` is True for further tokens of a version of which some were tested.
+        """Test the log-probs [N] by engine and trainer; return the first wrong token if the evidence alarms, else None.
+        The first tokens of a new engine extend its baseline. `more` is True for further tokens of a version.
         """
         if not more:
             self.logprobs.begin()
@@ -186,7 +182,6 @@ class EngineEvidence:
 
 
 def _log_bets(p_values: Floats) -> Floats:
-    """Return the logarithms [bets, N] of the bets' factors."""
     (q, e), logs = _BETS.T[:, :, None], np.log(p_values)
     factors: Floats = np.log(1 - q + q * e * np.exp((e - 1) * logs))
     return factors

@@ -108,7 +108,6 @@ class _LinearHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """Return the gradients of hidden states, weight and bias; the logits of each piece are recomputed."""
         hidden, weight, bias = ctx.saved_tensors
         work: _Work = ctx.work
         wants_hidden, wants_weight, wants_bias, _ = ctx.needs_input_grad

@@ -42,7 +42,6 @@ class Advantage(Protocol):
 
     @property
     def needs_parts(self) -> bool:
-        """True if the estimator reads the parts of a reward, not only their sum."""
         return False
 
     @property
@@ -52,7 +51,6 @@ class Advantage(Protocol):
 
     @property
     def is_zero(self) -> bool:
-        """True if every advantage is 0."""
         return False
 
     @property
@@ -61,11 +59,10 @@ class Advantage(Protocol):
         return ""
 
     def baselines(self, scored: Scored) -> dict[str, float]:
-        """Return each role's baseline after a step with these rollouts; {} if the estimator has no `state`."""
+        """Return each role's baseline after a step; {} if the estimator has no `state`."""
         return {}
 
     def problems(self) -> Iterator[str]:
-        """Yield a sentence for each invalid field; it begins with the slot's name."""
         yield from ()
 
     def without_effect(self, key: str, size: int) -> Iterator[str]:
@@ -73,9 +70,7 @@ class Advantage(Protocol):
         yield from ()
 
     @property
-    def formula(self) -> str:
-        """Formula of the advantage as text."""
-        ...
+    def formula(self) -> str: ...
 
     def advantages(self, scored: Scored, columns: Mapping[str, Floats]) -> Floats:
         """Return the advantage [N] of each sampled token; `columns` holds the columns named in `needs`, [N] each."""

@@ -38,7 +38,6 @@ class Aggregation(Protocol):
         return None
 
     def problems(self) -> Iterator[str]:
-        """Yield a sentence for each invalid number; it begins with the slot's name."""
         yield from ()
 
     @property
@@ -47,12 +46,8 @@ class Aggregation(Protocol):
         ...
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """Return a weight for each rollout, [B], which all sampled tokens of the rollout get.
-
-        Args:
-            lengths: [B], numbers of sampled tokens.
-            groups: [B], index of the rollout's group; any integers.
-            valid: [B], False if the verifier reached no verdict.
+        """Return each rollout's token weight, [B], from its number of sampled tokens and its group, any integer.
+        Rollouts that are not `valid` have weight 0.
         """
         ...
 

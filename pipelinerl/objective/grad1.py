@@ -56,21 +56,15 @@ class PolicyTerm(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the optional columns that the term reads: the log-probs of the policy `over`."""
         return columns_of(self.over) if self.over else frozenset()
 
     @property
-    def formula(self) -> str:
-        """Formula of the policy term as text."""
-        ...
+    def formula(self) -> str: ...
 
     def problems(self) -> Iterator[str]:
-        """Yield a sentence for each invalid field; it begins with the slot's name."""
         yield from ()
 
-    def value(self, tokens: Tokens) -> Array:
-        """Return the policy term of each token, [T]."""
-        ...
+    def value(self, tokens: Tokens) -> Array: ...
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
         """Return d(Σ_t cotangent_t · value_t) / d logprobs, [T]; the cotangent is 0 outside the mask."""
@@ -141,7 +135,6 @@ class ClippedRatio(MaskedRatio):
 
     @property
     def reads_whole_rollouts(self) -> bool:
-        """True if `max_drift` is finite: the drift is a mean over the rollout."""
         return self.max_drift < math.inf
 
     def masked(self, tokens: Tokens) -> tuple[Array, Array]:
@@ -354,10 +347,8 @@ _FAR: Final = 1e4
 
 
 def _kept(tokens: Tokens, difference: Array, low: float, high: float) -> Array:
-    """Return the mask M [T], without gradient: 0 where PPO's min selects the clipped term (clip(r)·A < r·A), else 1.
-
-    `difference` is log r, since r can overflow, or the change of probability in `DivergenceRatio`; `low` and `high`
-    bound it. M is float, since booleans are many times slower on CPUs.
+    """Return the mask M [T], without gradient: 0 where PPO's min selects clip(r)·A < r·A. `difference` is log r, which
+    cannot overflow, or a change of probability; M is float, as booleans are many times slower on CPUs.
     """
     xp = tokens.xp
     fixed = xp.clip(stop_gradient(difference), -_FAR, _FAR)

@@ -29,13 +29,10 @@ class Regularizer(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the optional columns that the term reads."""
         return frozenset()
 
     @property
-    def formula(self) -> str:
-        """Formula of the regularizer as text."""
-        ...
+    def formula(self) -> str: ...
 
     @property
     def measure(self) -> HeadMeasure | None:
@@ -52,20 +49,15 @@ class Regularizer(Protocol):
         return {}
 
     def problems(self) -> Iterator[str]:
-        """Yield a sentence for each invalid field; it begins with the slot's name."""
         yield from ()
 
     def doubts(self, always_current: frozenset[Policy], *, weighted: bool) -> Iterator[str]:
-        """Yield a warning for each choice that probably has no effect; it begins with the slot's name.
-
-        `always_current` are the policies that equal π_θ throughout a step; `weighted` is True if the slot `is_weight`
-        holds a ratio.
+        """Yield a warning for each choice that probably has no effect; `always_current` are the policies that equal π_θ
+        throughout a step, `weighted` is True if `is_weight` holds a ratio.
         """
         yield from ()
 
-    def value(self, tokens: Tokens) -> Array:
-        """Return the regularizer's value for each token, [T]."""
-        ...
+    def value(self, tokens: Tokens) -> Array: ...
 
     def pullback(self, tokens: Tokens, cotangent: Array) -> Array:
         """Return d(Σ_t cotangent_t · value_t) / d logprobs, [T]; the cotangent is 0 outside the mask."""

@@ -40,17 +40,12 @@ class ImportanceWeight(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the optional columns that the weights read: the log-probs of numerator and denominator."""
         return columns_of(*(policy for policy in (self.numerator, self.denominator) if policy))
 
     @property
-    def formula(self) -> str:
-        """Formula of the weight as text."""
-        ...
+    def formula(self) -> str: ...
 
-    def weight(self, tokens: Tokens) -> Array:
-        """Return the weights [T]."""
-        ...
+    def weight(self, tokens: Tokens) -> Array: ...
 
     def truncated(self, tokens: Tokens) -> Array:
         """Return the mask [T] of weights that were truncated; by default none are."""

@@ -190,7 +190,7 @@ def _host(array: Any) -> np.ndarray:
 
 
 def _like(logprobs: Array, array: Any, *, exact: bool = False) -> Array:
-    """Convert an array to the library and device of the log-probs; unless `exact`, also to their dtype."""
+    """Convert an array to the log-probs' library and device; unless `exact`, also to their dtype."""
     xp = namespace(logprobs)
     if xp.__name__ == "torch":
         tensor = xp.as_tensor(array, device=logprobs.device)

@@ -42,7 +42,6 @@ class PolicyObjective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The optional columns that `evaluate` reads."""
         return self.is_weight.needs | self.grad1.needs | self.grad2.needs
 
     @property
@@ -66,10 +65,8 @@ class PolicyObjective:
         return self.grad1.reads_whole_rollouts or self.is_weight.of_rollout
 
     def lag_loss(self, old: OldLogprobs) -> float | None:
-        """Return κ, the share of a step's learning that lag costs per 1 − ESS; None if nothing corrects for lag.
-
-        A term corrects for lag if its ratio divides by the policy that sampled the tokens. That is the behavior policy,
-        and also `old` unless its log-probs are recomputed with the weights at the start of the step.
+        """Return κ, the share of a step's learning that lag costs per 1 − ESS; None if nothing corrects for lag, by a
+        ratio to the behavior policy, or to `old` unless that is recomputed.
         """
         samplers = (Policy.BEHAVIOR,) if old is OldLogprobs.RECOMPUTE else (Policy.BEHAVIOR, Policy.OLD)
         terms = ((self.is_weight, self.is_weight.denominator), (self.grad1, self.grad1.over))

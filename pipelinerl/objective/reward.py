@@ -48,7 +48,6 @@ class Turns:
 
     @classmethod
     def of(cls, rollouts: Sequence[Sequence[TurnReward]]) -> Self:
-        """Build from the turns of each rollout."""
         places: dict[tuple[str, int], int] = {}
         placed: list[int] = []
         for turns in rollouts:
@@ -94,7 +93,6 @@ class Parts:
 
     @classmethod
     def of(cls, rollouts: Sequence[Sequence[PartReward]], rewards: Floats) -> Self:
-        """Build from the parts of each rollout; `rewards` [B] are the rollouts' whole rewards."""
         named = [parts or (PartReward("", reward),) for parts, reward in zip(rollouts, rewards.tolist(), strict=True)]
         names = sorted({name for parts in named for name, _, _ in parts})
         table = np.zeros((2, len(named), len(names)))
@@ -135,23 +133,19 @@ class Scored:
 
     @property
     def num_tokens(self) -> int:
-        """N, the number of sampled tokens."""
         return int(self.lengths.sum())
 
     @property
     def known(self) -> Floats:
-        """The rewards [B], with 0 where `valid` is False."""
         return np.where(self.valid, self.rewards, 0.0).astype(np.float64)
 
     @property
     def judged(self) -> Bools:
-        """True for tokens of `valid` rollouts, [N]."""
         return np.repeat(self.valid, self.lengths)
 
     def by_turns(self, turns: Turns) -> Scored:
-        """Return a copy in which each turn counts as a rollout, whose reward is the turn's reward-to-go.
-
-        Turns of one group that are the k-th turn of the same agent (`turns.places`) form a group.
+        """Return a copy in which each turn counts as a rollout with its reward-to-go; the k-th turns of one agent form
+        a group.
         """
         pairs = np.stack([np.repeat(self.groups, turns.counts), turns.places])
         _, same_turn = np.unique(pairs, axis=1, return_inverse=True)
@@ -211,7 +205,6 @@ class RewardShaping:
         return tuple(PartReward(name, reward, weights[name]) for name, reward in named if name in weights)
 
     def contradictions(self) -> Iterator[str]:
-        """Yield a sentence for each setting that makes no sense; the sentence begins with the field's name."""
         if self.low > self.high:
             yield f"low must not exceed high, got {self.low:g} and {self.high:g}"
         if self.overlong_margin > self.overlong_tokens:
@@ -225,9 +218,8 @@ class RewardShaping:
             yield f"epsilon must not be negative, got {self.epsilon:g}"
 
     def apply(self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools) -> Floats:
-        """Return the shaped rewards [B] of one domain's rollouts; 0 where `valid` is False.
-
-        `groups` [B] has the index of each rollout's group, `lengths` [B] its number of sampled tokens.
+        """Return the shaped rewards [B] of one domain's rollouts; 0 where `valid` is False. `groups` and `lengths` are
+        [B].
         """
         shaped = np.where(valid, rewards, 0.0).astype(np.float64)
         if self.overlong_tokens:

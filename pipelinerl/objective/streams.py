@@ -37,7 +37,6 @@ class Loss(StrEnum):
 
     @property
     def code(self) -> int:
-        """The number of this loss in the column `streams`."""
         return _CODES[self]
 
 
@@ -72,7 +71,6 @@ class StreamedObjective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The optional columns that at least one stream reads, and the column `streams`."""
         return frozenset({"streams"}).union(*(part.needs for part in self.parts.values()))
 
     def evaluate(self, logprobs: Array, columns: Columns) -> Array:
@@ -136,7 +134,6 @@ class DomainLosses:
 
     @property
     def passes(self) -> frozenset[str]:
-        """The columns from forward passes that the streams other than RL read."""
         return frozenset().union(*(_OWN[loss].passes for loss in self.others))
 
     def codes(self, domains: Sequence[str]) -> NDArray[np.int32] | None:
@@ -149,11 +146,7 @@ class DomainLosses:
     def token_weights(
         self, agg: Aggregation, domains: Sequence[str], *, lengths: Ints, groups: Ints, valid: Bools
     ) -> NDArray[np.float64]:
-        """Return the weight of each rollout's tokens, [B]: normalised within its stream, times its domain's factor.
-
-        `agg` is the aggregation of the run's objective, and `domains` [B] has each rollout's domain; the other
-        arguments are those of `agg.token_weights`.
-        """
+        """Return each rollout's token weight [B]: normalised within its stream by `agg`, times its domain's factor."""
         codes = self.codes(domains)
         if codes is None:
             return agg.token_weights(lengths=lengths, groups=groups, valid=valid) * self.factors(domains)

@@ -108,7 +108,6 @@ class Tokens:
 
     @property
     def logprobs(self) -> Array:
-        """The current log-probs, 0 outside the mask."""
         return self.blanked(self.current)
 
     @property
@@ -117,16 +116,13 @@ class Tokens:
 
     @property
     def weights(self) -> Array:
-        """The weight of each token from the slot `agg`, [T]; 0 outside the mask."""
         return self.column("weights")
 
     @property
     def mask(self) -> Array:
-        """The loss mask as numbers 1 and 0, in the dtype of the log-probs."""
         return self.blanked(self.xp.ones_like(self.current))
 
     def blanked(self, column: Array) -> Array:
-        """Return the column with 0 outside the mask."""
         return self.xp.where(self.inside, column, 0.0)
 
     def column(self, name: str) -> Array:
@@ -161,10 +157,7 @@ class Tokens:
         return segment_sum(amounts, rollout_ids, column_of(self.columns, "num_segments"))[rollout_ids]
 
     def rollout_mean(self, amounts: Array) -> Array:
-        """Return for each token the mean of `amounts` over the sampled tokens of its rollout, [T].
-
-        `amounts` [T] must be 0 outside the mask.
-        """
+        """Return each token's mean of `amounts`, which are 0 outside the mask, over its rollout, [T]."""
         lengths = self.rollout_total(self.mask)
         return self.rollout_total(amounts) / self.xp.clip(lengths, 1.0, None)
 

@@ -31,7 +31,6 @@ class ValueLoss:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The columns `returns` and, unless clipping is disabled, `values`."""
         return frozenset({"returns"} if math.isinf(self.clip) else {"values", "returns"})
 
     def evaluate(self, values: Array, columns: Columns, /) -> Array:

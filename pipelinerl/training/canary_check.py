@@ -53,7 +53,6 @@ class Tolerance:
     mean: float = math.inf
 
     def __str__(self) -> str:
-        """Return the finite bounds as text for messages."""
         worst = [f"{self.worst:g} nats"] if math.isfinite(self.worst) else []
         mean = [f"{self.mean:g} nats on average"] if math.isfinite(self.mean) else []
         return " and ".join(worst + mean) or "any number of nats"
@@ -120,9 +119,8 @@ class Canary:
     routing_replay: RoutingReplay = RoutingReplay.OFF
 
     def at(self, depth: Depth) -> Canary:
-        """Return the canary of a check: after an update, it has few tokens, without a bound on their mean difference.
-
-        A mean over few tokens would reject healthy engines: with int8 weights, rare tokens differ by several nats.
+        """Return the canary of a check. After an update it has few tokens, whose mean difference is not bounded, as
+        rare tokens differ by several nats with int8 weights.
         """
         if depth is Depth.JOINING:
             return self
@@ -135,10 +133,7 @@ class Canary:
         )
 
     def request(self, version: int, prompt: list[int] | None = None) -> ChatCompletionRequest:
-        """Return the request for answers sampled at the canary's temperature, with the version as seed.
-
-        With `prompt`, request one answer to these tokens instead of several to the messages.
-        """
+        """Return the request, with the version as seed: for answers to the messages, or for one to `prompt`."""
         return ChatCompletionRequest(
             messages=list(self.messages) if prompt is None else None,
             prompt_token_ids=prompt,
@@ -189,13 +184,9 @@ class CanaryFindings:
 class CanaryEngines(Protocol):
     """The part of `EngineClient` that a canary check needs."""
 
-    async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion:
-        """Send a chat request to an engine, and return the complete answer."""
-        ...
+    async def chat(self, url: str, request: ChatCompletionRequest) -> ChatCompletion: ...
 
-    async def models(self, url: str) -> ModelList:
-        """Return the engine's answer to GET /v1/models, with the digest of its weights."""
-        ...
+    async def models(self, url: str) -> ModelList: ...
 
 
 #: Function that checks engines, by URL, after a publication. The given `Forward` must compute with exactly the weights
@@ -290,7 +281,6 @@ def _worst_difference(canary: Canary, compared: Compared) -> float:
 async def _compared(
     canary: Canary, completions: Sequence[ChatCompletion], published: PublishReport, forward: Forward
 ) -> Compared:
-    """Compute the answers' tokens. Raises `_Mismatched` if an answer is invalid."""
     rollouts, theirs, ours = list[Rollout](), [], []
     for completion in completions:
         if completion.epoch != published.epoch:

@@ -57,12 +57,10 @@ class DemonstrationStream:
     most_tokens: int
 
     def groups(self, step: int) -> list[RolloutGroup]:
-        """Return the demonstrations of the optimizer step with this number, from 0."""
         numbers = range(step * self.count, (step + 1) * self.count)
         made = (demonstration(self.problems.problem(i), self.tokenizer, i) for i in numbers)
         return [group for group in made if group.rollouts[0].num_tokens <= self.most_tokens]
 
     def micro_batches(self, step: int, rules: BatchRules) -> list[MicroBatch]:
-        """Return the packed demonstrations of optimizer step `step`; [] if all are too long."""
         groups = self.groups(step)
         return imitated(groups, rules) if groups else []

@@ -77,7 +77,6 @@ class Tally:
                 setattr(self, each.name, operator.iadd(mine, theirs))
 
     def figures(self) -> dict[str, float]:
-        """Return metrics by name; leave out each ratio whose denominator would be 0."""
         rollouts = len(self.lengths)
         figures: dict[str, float] = {
             "rollouts": rollouts,

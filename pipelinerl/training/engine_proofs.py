@@ -44,13 +44,9 @@ _SEARCHED: Final = 8
 class Scorer(Protocol):
     """The part of a trainer that computes log-probs with its own or with given weights."""
 
-    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
-        """Return the log-probs f32 [T] of each micro-batch."""
-        ...
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]: ...
 
-    def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
-        """Return the log-probs f32 [T] of each micro-batch at the given weights."""
-        ...
+    def forward_at(self, micro_batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]: ...
 
 
 class Replica(Scorer, Protocol):
@@ -94,9 +90,8 @@ class EngineProofs:
         return self._shared(self.replica or self.trainer, batch)
 
     def joined(self, url: str, compared: Compared) -> str:
-        """Begin the evidence on an engine that has passed the canary check: its answers are the baseline.
-
-        Return why its samples fail, empty if they pass.
+        """Begin the evidence on an engine, with its answers to the canary as baseline; return why its samples fail, or
+        "".
         """
         self._wrong.pop(url, None)
         self._canary[url], self._rollouts[url] = EngineEvidence(), EngineEvidence()
@@ -104,7 +99,6 @@ class EngineProofs:
         return self._failed_samples(url, compared)
 
     def tests_samples(self, version: int) -> bool:
-        """Return whether the samples of this version are tested, too."""
         return version % self.samples_every == 0
 
     def depth(self, url: str, version: int) -> Depth:
@@ -114,10 +108,7 @@ class EngineProofs:
         return Depth.BRIEF if is_brief else Depth.CLOSE
 
     def add(self, url: str, compared: Compared, *, more: bool = False) -> bool:
-        """Test the log-probs of an engine's answers; return whether more of its answers should be tested.
-
-        `more` is True for further answers of a version of which some were tested.
-        """
+        """Test an engine's log-probs; return whether to test more of its answers. `more` is True for those."""
         evidence = self._canary.get(url)
         if evidence is None:
             return False
@@ -159,7 +150,6 @@ class EngineProofs:
         return failures
 
     def fault(self, version: int, compared: Compared) -> str:
-        """Return the sentence that names the likeliest fault behind the log-probs of an engine's answers."""
         tilted, _ = self._tilted(compared.rollouts)
         search = FaultSearch(
             version=version,

@@ -59,7 +59,6 @@ class FaultSearch:
     layout: Sequence[ParameterInfo]
 
     def sentence(self) -> str:
-        """Return the sentence that names the likeliest fault, or says that the cause is unknown."""
         theirs, ours = self.compared.theirs, self.compared.ours
         total = float(np.abs(theirs - ours).mean())
         if not math.isfinite(total):

@@ -135,11 +135,7 @@ class TrainingLoop:
         self.leaving = True
 
     async def run(self) -> int:
-        """Train until a directive stops the run, or until `leave` takes effect; return the last version.
-
-        Raises:
-            DivergedError: the controller stopped the run after several steps that were not finite; the state is saved.
-        """
+        """Train until a directive stops the run or `leave` takes effect; return the version. Raises DivergedError."""
         await self.link.reader.start()
         ready = f"ready-{self.link.incarnation}"
         await self._ask(
@@ -184,7 +180,7 @@ class TrainingLoop:
     # --- collect ---------------------------------------------------------------------------------------------------
 
     async def _collect(self) -> TrainBatch | None:
-        """Wait for the next batch and return it; return None if meanwhile the run stops or the trainer leaves."""
+        """Wait for the next batch; return None if meanwhile the run stops or the trainer leaves."""
         batcher = self.batcher
         progress_at = reported_at = time.monotonic()
         while not (self.leaving or self._current.stop or self._must_rewind):
@@ -251,9 +247,8 @@ class TrainingLoop:
     # --- step ------------------------------------------------------------------------------------------------------
 
     async def _train(self, batch: TrainBatch, *, wait_s: float) -> None:
-        """Take a batch's optimizer steps and report them; skip a batch with a value that is not finite.
-
-        A batch in which an engine with a fault sampled tokens is dissolved, and collected again.
+        """Take a batch's steps and report them. Skip a batch that is not finite; dissolve one with tokens of a faulty
+        engine.
         """
         began = time.monotonic()
         try:
@@ -316,7 +311,6 @@ class TrainingLoop:
         await self.checkpointing.captured()
 
     async def _skip(self, batch: TrainBatch, error: NonFiniteStep) -> None:
-        """Report a step that was not applied; raise DivergedError if the controller then stops the run."""
         await self._until_weights_may_change()
         self.skipped += 1
         self.batcher.skipped(batch.groups)

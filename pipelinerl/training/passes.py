@@ -115,10 +115,7 @@ def _fill(
     tokens: Sequence[Bool],
     forward: Callable[[list[MicroBatch]], list[Float32]],
 ) -> None:
-    """Write `forward`'s log-probs into the columns where the masks `tokens` are true.
-
-    `forward` gets each segment only up to its last token in the mask.
-    """
+    """Write log-probs into the columns where `tokens` are true; `forward` gets segments up to their last such token."""
     touched = [number for number, its in enumerate(tokens) if its.any()]
     parts = [prefixes(batches[number], through=tokens[number]) for number in touched]
     computed_logprobs = forward([micro_batch for micro_batch, _ in parts]) if parts else []
@@ -162,10 +159,7 @@ class EntropyMeter:
     logged_groups: int = 0
 
     def measure(self, policy: Trainer, batch: TrainBatch) -> MeasuredEntropy:
-        """Measure the entropy at the current weights, by a backward pass whose gradient is discarded.
-
-        Call this while the policy has no accumulated gradient, since that would be discarded, too.
-        """
+        """Measure the entropy by a backward pass whose gradient, and any accumulated before, is discarded."""
         if self.interval_steps == 0 or batch.producing % self.interval_steps:
             return MeasuredEntropy()
         # Up to half of the measured rollouts are from groups in the sample log, the others are evenly spaced.

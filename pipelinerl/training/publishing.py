@@ -92,10 +92,6 @@ class Publishing:
         on_update: OnUpdate,
         timeout_s: float,
     ) -> None:
-        """Create the object; nothing is published yet.
-
-        `worker` is the trainer's thread, and `timeout_s` bounds each publication.
-        """
         self._trainer = trainer
         self._link = link
         self._publisher = publisher
@@ -117,9 +113,8 @@ class Publishing:
         self._membership = 0
 
     async def disproved(self, accumulated: Accumulated, version: int) -> set[tuple[str, int, int]]:
-        """Test what `version`, the weights before a step, sampled for it; return all that is newly disproved.
-
-        The result has an engine's base URL, with the epoch and the version that it sampled with a fault.
+        """Test what `version`, the weights before a step, sampled for it; return what is newly disproved, as (base URL,
+        epoch, version).
         """
         failures = await self._in_worker(lambda: self._proofs.failed_rollouts(accumulated, version))
         if failures and self._newest is not None:
@@ -182,12 +177,10 @@ class Publishing:
             await task
 
     async def raise_if_failed(self) -> None:
-        """Raise the error that ended the current publication, if any. Failures of single engines raise nothing."""
         if self._under_way is not None and self._under_way.done():
             await self.finish()
 
     async def close(self) -> None:
-        """Leave the process group for weight transfers."""
         await self._publisher.close()
 
     async def _publish(self, publication: Publication, directive: Directive) -> None:
@@ -233,9 +226,8 @@ class Publishing:
         report: PublishReport,
         lost: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Check the engines, and report to the controller which ones joined and which ones fail.
-
-        `lost` are engines that can no longer prove this version, with the reason.
+        """Check the engines and report who joined and who fails; `lost` can no longer prove this version, with the
+        reason.
         """
         proofs, version, self._asked_at = self._proofs, report.version, time.monotonic()
         briefly = {url for url in others if proofs.depth(url, version) is Depth.BRIEF}
@@ -308,7 +300,6 @@ class Publishing:
         return suspects, again.mismatched | failures
 
     async def _report_failures(self, report: PublishReport, failures: dict[str, str], *, of: int = 0) -> None:
-        """Disprove what failing engines sampled since their last proof, and report why they fail to the controller."""
         if len(failures) == of > 1:
             likely = f"all {of} checked engines fail, so look first at the trainer, weights.transport and weights.dtype"
             failures = {url: f"{likely}; {reason}" for url, reason in failures.items()}

@@ -65,14 +65,12 @@ class AdaptiveObjective:
         return kl_coefficient(self.current) if self._controller else None
 
     def trained(self, scored: Scored) -> None:
-        """Update the roles' baselines after a step with these rollouts."""
         if self.current.adv.state:
             self.baselines = self.current.adv.baselines(scored)
 
     def observe(self, figures: Mapping[str, float]) -> dict[str, float]:
-        """Update β after a step with the metrics `figures`.
-
-        Return, as a metric, the β that the step used; {} if no `KLController` adjusts β or the KL was not measured.
+        """Update β after a step; return, as a metric, the β that it used; {} if none is adjusted, or the KL was not
+        measured.
         """
         beta = self.coefficient
         if self._controller is None or beta is None or KL_FIGURE not in figures:

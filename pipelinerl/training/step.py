@@ -134,24 +134,21 @@ class Step:
         return self.passes.policy
 
     def parts(self) -> dict[str, Callable[[Path], None]]:
-        """Return functions that save the states of policy, critic and weight history, by directory name.
-
-        Any thread may call them, but not after the next `apply`, which changes the states.
+        """Return functions that save policy, critic and weight history, by directory name; not to be called after the
+        next `apply`.
         """
         parts: dict[str, Callable[[Path], None]] = {"trainer": self.policy.save_state}
         parts |= {"critic": self.critic.worker.save_state} if self.critic else {}
         return parts | ({"history": self.passes.history.saver()} if self.passes.history else {})
 
     def will_sample(self, version: int, *, acceptance: float) -> None:
-        """Copy the weights of `version` before they are published, if forward passes of later steps need the copy.
-
-        `acceptance` is the staleness bound k, which determines how long the copy is kept.
+        """Copy the weights of `version` before they are published, if later steps need them; `acceptance` is the bound
+        k.
         """
         if self.passes.history is not None:
             self.passes.history.keep(self.policy, version=version, acceptance=acceptance)
 
     def can_train(self, group: RolloutGroup) -> bool:
-        """Return whether this group can train: its sampler's weights must be available if forward passes need them."""
         return self.passes.history is None or self.passes.history.covers(group)
 
     # --- before the weights change ---------------------------------------------------------------------------------
@@ -173,7 +170,6 @@ class Step:
         return Accumulated(batch=batch, first=first, rest=rest, measured=measured)
 
     def _gradient(self, batch: TrainBatch) -> Gradient:
-        """Run the backward passes of policy and critic over a mini-batch and the demonstrations of its step."""
         demonstrations, cross_entropy = list[MicroBatch](), None
         if self.demonstrations is not None and not self._stands_still(batch):
             number = batch.optimizer_steps[batch.number]
@@ -244,10 +240,7 @@ class Step:
     # --- the optimizer steps ---------------------------------------------------------------------------------------
 
     def apply(self, accumulated: Accumulated, *, learning_rates: Sequence[float]) -> StepResult:
-        """Take the batch's optimizer steps, up to one per rate; return the step's metrics, with those of the batch.
-
-        Raises NonFiniteStep if the first step is not finite.
-        """
+        """Take up to one optimizer step per rate; return metrics. Raises NonFiniteStep if the first is not finite."""
         batch, mini_batching = accumulated.batch, accumulated.batch.rules.mini_batching
         updates = [self._update(accumulated.first, number=0, rate=learning_rates[0])]
         ended = {"ended_by_kl": 0.0, "ended_not_finite": 0.0}

@@ -75,7 +75,6 @@ class StepSamples:
         self._example: tuple[RolloutGroup, str] | None = None
 
     def note_filtered(self, groups: Sequence[RolloutGroup], why: str) -> None:
-        """Count groups that were filtered for the reason `why`, and keep the last as an example."""
         for group in groups:
             self._filtered[why if why in self._filtered or len(self._filtered) < MOST_REASONS else OTHER_REASONS] += 1
             self._example = (group, why)
@@ -215,7 +214,6 @@ class StepSamples:
 
 
 def _results(accumulated: Accumulated) -> Callable[[int], _Result]:
-    """Return a function that maps a rollout's number within the batch to the step's results for it."""
     batch, entropies = accumulated.batch, accumulated.measured.of_tokens
     means, trained, advantages = mean_advantages(batch)
     logprobs = batch.sampled(accumulated.logprobs, missing=math.nan)
@@ -253,7 +251,7 @@ def mean_advantages(batch: TrainBatch) -> tuple[Floats, NDArray[np.bool_], Float
 
 
 def _rounded(values: Sequence[float], form: str) -> list[float | None]:
-    """Round values to the format `form`, to keep records small; None for values that are not finite."""
+    """Round to the format `form`, to keep records small; None for values that are not finite."""
     return [float(form % value) if math.isfinite(value) else None for value in values]
 
 

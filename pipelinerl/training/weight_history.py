@@ -50,17 +50,14 @@ class WeightHistory:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the copies in host memory, in bytes."""
         return sum(data.nbytes for weights in self._held.values() for data in weights.values())
 
     def figures(self) -> dict[str, float]:
         return {"history_versions": float(len(self._held)), "history_bytes": float(self.num_bytes)}
 
     def keep(self, trainer: Trainer, *, version: int, acceptance: float) -> None:
-        """Copy the trainer's weights before they are published, and drop versions that no later step needs.
-
-        With v = `version` and k = `acceptance`, the next step makes version v + 1 and accepts no rollouts older than
-        v + 1 − k.
+        """Copy the trainer's weights before they are published; drop versions below `version` + 1 − `acceptance`, which
+        no later step accepts.
         """
         before = len(self._held)
         for older in [held for held in self._held if held < version + 1 - acceptance]:

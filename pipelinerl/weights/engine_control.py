@@ -26,13 +26,9 @@ class EngineControl(Protocol):
     Methods raise the `ContractError` with which the engine answered, or a `PipelineError` if it could not be reached.
     """
 
-    async def init_process_group(self, url: str, request: InitProcessGroupRequest) -> ProcessGroupStatus:
-        """Send POST /init_process_group."""
-        ...
+    async def init_process_group(self, url: str, request: InitProcessGroupRequest) -> ProcessGroupStatus: ...
 
-    async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse:
-        """Send POST /request_weight_update."""
-        ...
+    async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse: ...
 
 
 class Announcer(Protocol):
@@ -44,17 +40,9 @@ class Announcer(Protocol):
     async def tell(
         self, prepare: WeightUpdateRequest, engines: Sequence[str], *, left_out: Sequence[str], deadline: float
     ) -> dict[str, WeightUpdateResponse | Failure]:
-        """Announce the version of `prepare`, and wait for the engines that follow announcements.
-
-        Args:
-            prepare: a PREPARE for the transport `pull`, with only the layout's id. Each engine rotates the list of
-                servers, so that engines start at different ones.
-            engines: base URLs of the engines that are to serve the version.
-            left_out: base URLs of engines that follow announcements but are not to serve it.
-            deadline: in monotonic seconds.
-
-        Returns:
-            By base URL, what each engine serves now, or why it failed. Engines that did not answer are missing.
+        """Announce the version of the PREPARE, with only the layout's id, to `engines`, but not to `left_out`. Each
+        engine rotates the list of servers. Return, by base URL, what each engine serves at `deadline` (monotonic), or
+        why it failed; engines that did not answer are missing.
         """
         ...
 
@@ -63,7 +51,6 @@ class Preparation:
     """Sends PREPARE, the first request of a weight update; engines that know the layout get only the layout's id."""
 
     def __init__(self, control: EngineControl, *, on_restart: Callable[[str], None] = lambda url: None) -> None:
-        """Create the object; `on_restart` is called with an engine's URL if it has forgotten the layout."""
         self._control = control
         self._on_restart = on_restart
         self._knows: dict[str, str] = {}
@@ -71,10 +58,8 @@ class Preparation:
     async def prepare(
         self, url: str, layout: WeightLayout, request: Callable[..., WeightUpdateRequest]
     ) -> WeightUpdateResponse:
-        """Send a PREPARE to the engine at `url`, with only the layout's id if the engine knows the layout.
-
-        `request` builds the message, from either `layout=…` or `layout_id=…`. An engine that turns out not to know the
-        id gets a second message with the layout.
+        """Send a PREPARE, with only the layout's id if the engine knows it; if it turns out not to, send the layout.
+        `request` builds the message from `layout=…` or `layout_id=…`.
         """
         if self._knows.get(url) == layout.layout_id:
             try:

@@ -48,7 +48,6 @@ class Grace:
         self._usual: dict[tuple[str, str], float] = {}
 
     def note(self, what: str, url: str, seconds: float) -> None:
-        """Record that `what` took the engine so long."""
         self._usual[what, url] = max(seconds, _FADES * self._usual.get((what, url), 0.0))
 
     def of(self, what: str, urls: Iterable[str], *, engines: int, most_s: float) -> float:
@@ -58,9 +57,8 @@ class Grace:
 
     @asynccontextmanager
     async def within(self, what: str, url: str, *, engines: int, most_s: float) -> AsyncIterator[None]:
-        """Limit the body, a request to one engine while the others serve already, and measure it.
-
-        Raises TimeoutError, with the limit as its text, if the engine is late.
+        """Limit the body, a request to one engine while others serve, and measure it. Raises TimeoutError with the
+        limit.
         """
         began, limit_s = time.monotonic(), self.of(what, [url], engines=engines, most_s=most_s)
         try:
@@ -74,10 +72,9 @@ class Grace:
     async def each(
         self, what: str, urls: Iterable[str], call: Callable[[str], Awaitable[T]], *, engines: int, others: bool = False
     ) -> dict[str, T | Failure]:
-        """Call all engines concurrently; return results by URL, with an exception as the result of a failed call.
-
-        The result of an engine that is late is an `EngineUnreachable` with its limit. `engines` is their number in the
-        publication; `others` is True if engines that are not called here have answered already.
+        """Call all engines concurrently; return results or exceptions by URL, an `EngineUnreachable` for a late one.
+        `engines` is their number in the publication; `others` is True if engines that are not called here have
+        answered.
         """
         listed = list(urls)
         answered: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -109,7 +106,6 @@ class Grace:
         return dict(zip(listed, await asyncio.gather(*map(one, listed)), strict=True))
 
     def forget(self, url: str) -> None:
-        """Drop the history of an engine, because its process is a new one."""
         self._usual = {key: usual for key, usual in self._usual.items() if key[1] != url}
 
     def was_late(self, what: str, url: str, waited_s: float) -> None:

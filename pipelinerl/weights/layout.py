@@ -50,5 +50,4 @@ class WeightDigest:
             self._state.update(host[start : start + _CHUNK_BYTES])
 
     def hexdigest(self) -> str:
-        """Return the digest of everything appended so far, as 32 hexadecimal digits."""
         return self._state.hexdigest()

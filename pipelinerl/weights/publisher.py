@@ -48,7 +48,6 @@ class Publication:
 
     @property
     def name(self) -> str:
-        """The version for messages: `1.57`."""
         return f"{self.epoch}.{self.version}"
 
 
@@ -75,9 +74,8 @@ class PublishReport:
 
     @classmethod
     def failure(cls, publication: Publication, error: UpdateError) -> Self:
-        """Return the report of a publication that failed with `error` for all engines.
-
-        If nothing was uploaded, the report has no engines, since none was asked, and only the error.
+        """Return the report of a publication that failed with `error` for all engines; for none if nothing was
+        uploaded.
         """
         known = error if isinstance(error, ReachedNoEngine) else ReachedNoEngine("", failed={})
         asked = () if isinstance(error, NotUploaded) else publication.engines
@@ -122,7 +120,6 @@ class PublicationProgress:
 
     @property
     def deadline(self) -> float:
-        """End of the publication's timeout, on the clock of `time.monotonic`."""
         return self.began + self.publication.timeout_s
 
     @property
@@ -168,6 +165,4 @@ class Publisher(Protocol):
         """Publish the weights. Engines that fail are reported; raises UpdateError only if no engine is served."""
         ...
 
-    async def close(self) -> None:
-        """Leave the process group, if any, and free buffers."""
-        ...
+    async def close(self) -> None: ...

@@ -40,10 +40,7 @@ class TransferStream(Protocol):
         ...
 
     def __enter__(self) -> Self:
-        """Make the work of this block run after the work already queued on the device's default stream.
-
-        After `mark_start`, the block only waits for the work queued before that call.
-        """
+        """Run the block's work after the work queued on the device's default stream, or queued before `mark_start`."""
         ...
 
     def __exit__(self, *_: object) -> None:
@@ -55,9 +52,8 @@ class TransferStream(Protocol):
         ...
 
     def to_host(self, data: Tensor) -> Landed:
-        """Begin to copy flat uint8 `data` to the host; return a function that waits for the copy and returns it.
-
-        The copy stays valid until the second call after this one.
+        """Begin to copy flat uint8 `data`; return a function that awaits the copy, valid until the second call after
+        this one.
         """
         ...
 
@@ -75,11 +71,9 @@ class HostStream:
     def __exit__(self, *_: object) -> None:
         return None
 
-    def mark_start(self) -> None:
-        """Do nothing: work on the host is never queued."""
+    def mark_start(self) -> None: ...
 
     def to_host(self, data: Tensor) -> Landed:
-        """Return a function that returns `data` itself."""
         return lambda: data
 
 
@@ -109,11 +103,9 @@ class CudaStream:
         self._copies.synchronize()
 
     def mark_start(self) -> None:
-        """Record an event on the caller's current stream; later blocks wait for this event only."""
         self._start = torch.cuda.current_stream(self._device).record_event()
 
     def to_host(self, data: Tensor) -> Landed:
-        """Begin the copy on the second stream, after all work that the first stream has queued so far."""
         pinned = self._pinned.pop(0)
         if pinned.numel() < data.numel():
             pinned = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=True)
@@ -158,13 +150,11 @@ class OverlappedDigest:
         return landed
 
     def settle(self) -> None:
-        """Wait until everything appended so far has been hashed."""
         last, self._last = self._last, None
         if last is not None:
             last.result()
 
     def hexdigest(self) -> str:
-        """Return the digest of everything appended so far, as 32 hexadecimal digits."""
         self.settle()
         return self._digest.hexdigest()
 

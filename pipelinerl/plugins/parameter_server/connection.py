@@ -45,7 +45,6 @@ class ServerClient:
         self._is_cut = False
 
     def close(self) -> None:
-        """Close the connection; the next call opens a new connection."""
         self._connection.close()
 
     def cut(self) -> None:
@@ -59,9 +58,8 @@ class ServerClient:
     def call(
         self, method: str, path: str, answer: type[Answer], body: Wire | None = None, *, deadline: float
     ) -> Answer:
-        """Send `body` as JSON and return the server's answer, parsed as `answer`.
-
-        Raises the ContractError that the server reports; without a valid answer, UpdateError or DeadlineError.
+        """Send `body` as JSON; return the parsed `answer`. Raises its ContractError; UpdateError or DeadlineError
+        without one.
         """
         content = None if body is None else body.model_dump_json(exclude_none=True).encode()
         headers = {"content-type": "application/json"} if content else {}
@@ -169,7 +167,6 @@ class ShardSpec(Wire):
         return self
 
     def ranges(self, layout: WeightLayout) -> tuple[Range, ...]:
-        """Return the byte ranges [start, end) of the version that this shard holds, in order."""
         return tuple(layout.shards(self.count, self.bucket_bytes)[self.number])
 
     def __str__(self) -> str:

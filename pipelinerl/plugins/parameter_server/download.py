@@ -55,13 +55,11 @@ class WeightPuller:
     """A `PullSource` for one pull at a time; shared memory of servers stays mapped for the next pull."""
 
     def __init__(self, *, token: str | None, shared_memory: bool = True) -> None:
-        """Create the puller. `token` is the servers' bearer token; without `shared_memory` all bytes travel by HTTP."""
         self._token = token
         self._shared_memory = shared_memory
         self._attached = Attachments(Access.READ)
 
     def fetch(self, order: PullOrder, *, into: Any, on_progress: Callable[[int], None] = lambda _: None) -> str:
-        """Fill `into` with the bytes of a version; see `PullSource`."""
         while True:
             buffer = ReceiveBuffer(into, shards=[shard.ranges for shard in order.shards], on_progress=on_progress)
             others_failed = threading.Event()
@@ -98,9 +96,8 @@ class WeightPuller:
         raise UpdateError(f"no source gave {what}: " + "; ".join(f"{url}: {why}" for url, why in failures.items()))
 
     def _segment(self, source: str, order: PullOrder) -> SharedMemoryAddress | None:
-        """Return the address of the version's memory on the server; None if the server does not report one.
-
-        Raises UpdateError or DeadlineError if the server does not answer, NotPrepared if it lacks the version.
+        """Return the version's memory on the server, if reported. Raises UpdateError, DeadlineError, NotPrepared (lacks
+        it).
         """
         client = ServerClient(source, token=self._token)
         path = connection.VERSION.format(epoch=order.epoch, version=order.version)

@@ -78,7 +78,6 @@ class PullPublisher:
         announcer: Announcer | None = None,
         grace: Grace | None = None,
     ) -> None:
-        """Create the publisher. `announcer` reaches engines that follow announcements; requests reach all others."""
         self._control = control
         self._announcer = announcer
         self._known: set[str] = set()
@@ -89,10 +88,8 @@ class PullPublisher:
         self._turn = asyncio.Lock()
 
     async def publish(self, publication: Publication) -> PublishReport:
-        """Send the weights to every engine that can take them.
-
-        Raises NotUploaded if no parameter server takes them, UpdateError, with reasons, if no engine serves them, and
-        FencedError if a later trainer process took over.
+        """Send the weights to every engine that can take them. Raises NotUploaded, UpdateError if no engine serves
+        them, with reasons, and FencedError if a later trainer process took over.
         """
         async with self._turn:
             progress = PublicationProgress(publication)
@@ -163,10 +160,8 @@ class PullPublisher:
     async def _announced(
         self, progress: PublicationProgress, uploaded: Uploaded
     ) -> dict[str, WeightUpdateResponse | Failure]:
-        """Announce the version and return the engines' answers, by URL.
-
-        Returns {} without an announcer, or if so few engines are targets that requests cost less. Engines that do not
-        know the layout are missing in the result: they need a request that contains it.
+        """Announce the version; return answers by URL. {} without an announcer, or for too few engines to be worth it;
+        engines that need the layout are missing, as they need a request.
         """
         if self._announcer is None:
             return {}

@@ -82,7 +82,6 @@ class ParameterServer:
     """The logic behind the server's routes. Methods run on one event loop; slow work runs on threads."""
 
     def __init__(self, table: VersionTable, *, puller: PullSource, store: SnapshotStore | None) -> None:
-        """Create the server. `puller` fetches versions from other servers; without a `store` nothing is saved."""
         self.table = table
         self._puller = puller
         self._store = store
@@ -113,13 +112,11 @@ class ParameterServer:
             return
 
     async def close(self) -> None:
-        """Cancel running copies and wait for a running save."""
         self._closing.set()
         if self._saving is not None:
             await self._saving
 
     def state(self) -> wire.ServerState:
-        """Return the versions held, and the engines and servers that may need them."""
         return wire.ServerState(
             epoch=self.table.epoch,
             room=self.table.room,
@@ -129,10 +126,8 @@ class ParameterServer:
         )
 
     async def seal(self, key: wire.Key, seal: wire.Seal) -> wire.VersionRecord:
-        """Serve the version from now on, if its bytes match the seal's digest.
-
-        Raises NotPrepared if the version was not announced, DigestMismatch if the bytes do not match; the trainer may
-        then write the bytes again.
+        """Serve the version, if its bytes match the seal's digest. Raises NotPrepared; DigestMismatch, after which the
+        trainer may write again.
         """
         with self.table.using(key) as version:
             digest = version.digest or await asyncio.wrap_future(in_background("seal", lambda: _digest(version)))
@@ -146,10 +141,8 @@ class ParameterServer:
         return sealed.record()
 
     async def copy(self, key: wire.Key, order: wire.CopyOrder) -> wire.VersionRecord:
-        """Fetch the bytes of an announced version from another server, and seal it.
-
-        Raises NotPrepared if the version was not announced; UpdateError, DeadlineError or DigestMismatch if the source
-        fails.
+        """Fetch an announced version from another server, and seal it. Raises NotPrepared, or the source's UpdateError,
+        DeadlineError or DigestMismatch.
         """
         with self.table.using(key) as version:
             if version.digest is None:

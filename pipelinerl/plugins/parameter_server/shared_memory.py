@@ -148,10 +148,7 @@ class ReceiveBuffer:
         self._hashing = threading.Lock()
 
     def missing(self, shard: int, *, part_bytes: int) -> list[Part]:
-        """Return the parts [start, end) of a shard that have not arrived, in order.
-
-        The first call for a shard divides it into parts of `part_bytes`; later calls do not change this.
-        """
+        """Return a shard's missing parts [start, end), in order; the first call divides it into `part_bytes`."""
         if shard not in self._parts:
             self._parts[shard] = [part for start, end in self._shards[shard] for part in cut(start, end, part_bytes)]
         return [part for part in self._parts[shard] if part not in self._there]
@@ -162,7 +159,6 @@ class ReceiveBuffer:
         return np.empty(end - start, np.uint8) if self._host is None else self._host[start:end]
 
     def landed(self, part: Part, memory: NDArray[np.uint8]) -> None:
-        """Record that `memory`, obtained from `memory(part)`, now holds the bytes of `part`."""
         start, end = part
         if self._host is None:
             from pipelinerl.weights.broadcast.collective import shared_tensor
@@ -186,7 +182,6 @@ class ReceiveBuffer:
         return self._digest.hexdigest()
 
     def _hash(self) -> None:
-        """Hash all parts that have arrived, up to the first missing part."""
         while (landed := self._unhashed.pop(self._hashed_to, None)) is not None:
             end, memory = landed
             self._digest.update(memory)

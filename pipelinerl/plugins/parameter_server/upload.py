@@ -84,11 +84,7 @@ class Uploader:
     """Uploads versions to a run's parameter servers. Only one thread may use it at a time."""
 
     def __init__(self, urls: Sequence[str], *, token: str | None, shards: int = 1, shared_memory: bool = True) -> None:
-        """Assign shard 0 to the first `len(urls) / shards` servers, shard 1 to the next ones, and so on.
-
-        Without `shared_memory`, all bytes travel by HTTP. Raises ValueError if shards would get different numbers of
-        servers.
-        """
+        """Assign shard 0 to the first `len(urls) / shards` servers, and so on. Raises ValueError if that is uneven."""
         replicas, over = divmod(len(urls), shards)
         if not replicas or over:
             raise ValueError(f"expected as many parameter servers for each of {shards} shards, got {len(urls)} in all")
@@ -104,11 +100,9 @@ class Uploader:
             client.close()
 
     def upload(self, publication: Publication, progress: dict[str, Key | None], *, deadline: float) -> Uploaded:
-        """Upload the version to every reachable server; wait until one server of each shard is reachable and has room.
-
-        `progress` is the version that each engine serves, by URL; servers keep old versions only for these engines and
-        for one another. `deadline` is in monotonic seconds. Raises FencedError if a later trainer process has
-        announced itself, and UpdateError with each server's reason if no server accepts one of the shards.
+        """Upload the version to every reachable server; wait until one of each shard is reachable and has room. Servers
+        keep old versions only for one another and the engines of `progress`, which has their versions by URL. Raises
+        FencedError, and at `deadline` (monotonic) UpdateError with each server's reason.
         """
         warned_at = -math.inf
         while True:
@@ -204,10 +198,7 @@ class Uploader:
         return next((record for record in records if record[1].digest is not None), records[0])
 
     def confirm(self, epoch: int, progress: dict[str, Key | None], *, deadline: float) -> dict[str, str]:
-        """Report the versions of engines and servers to all servers; return the reasons of failed calls by URL.
-
-        Failed calls need no retry, because the next publication reports again.
-        """
+        """Report the versions of engines and servers to all; return failures by URL, which the next call mends."""
         report = ProgressReport(epoch=epoch, progress={**progress, **self._replicas})
 
         def confirm(client: ServerClient) -> ServerState:
@@ -318,9 +309,8 @@ class ShardWriter:
     def __init__(
         self, client: ServerClient, record: VersionRecord, target: Attachment | None, *, deadline: float
     ) -> None:
-        """Start the writer's thread; `record` describes the version and shard that it will write.
-
-        `target` is the server's memory, mapped in this process; if it is None, `put` sends the bytes by HTTP.
+        """Start the writer's thread for the version and shard in `record`; `target` is the server's mapped memory, None
+        for HTTP.
         """
         self.target: Final = target
         self._client = client
@@ -354,10 +344,7 @@ class ShardWriter:
         self._last = self._thread.submit(write)
 
     def seal(self, whole: str) -> Future[str]:
-        """Seal the shard after the last `put`; return a future of the shard's verified digest.
-
-        `whole` is the digest of the whole version.
-        """
+        """Seal the shard after the last `put`; return a future of its verified digest. `whole` is the version's."""
         last = self._last
 
         def seal() -> str:

@@ -86,7 +86,6 @@ class VersionTable:
         self._uses: Counter[Key] = Counter()
 
     def versions(self) -> list[Version]:
-        """Return all versions held, oldest first."""
         return [self._held[key] for key in sorted(self._held)]
 
     def newest(self) -> Version | None:
@@ -108,10 +107,8 @@ class VersionTable:
         return version
 
     def announce(self, announcement: Announcement) -> Version:
-        """Allocate memory for a version and return the version; if it is already held, return it unchanged.
-
-        Raises StaleVersion if a later epoch has begun or a later version is complete; LayoutMismatch if the version was
-        announced with another layout; Overloaded, with the members' names, if members still need every version.
+        """Allocate memory for a version and return it; unchanged if it is held. Raises StaleVersion after a later epoch
+        or complete version, LayoutMismatch, and Overloaded, naming the members that still need every version.
         """
         key = (announcement.epoch, announcement.version)
         self.confirm(announcement.epoch, announcement.progress)
@@ -144,10 +141,8 @@ class VersionTable:
         return made
 
     def seal(self, key: Key, digest: str, whole: str) -> Version:
-        """Mark the version as complete, to be served; the caller must have compared `digest` with the bytes.
-
-        `whole`, the digest of the whole version, is stored unchecked, since a server may hold only one of the shards.
-        Raises NotPrepared if the version is not held, DigestMismatch if it is already complete with another digest.
+        """Mark the version as complete; the caller has compared `digest`, that of its shard, with the bytes. Raises
+        NotPrepared, or DigestMismatch if it is complete with another digest.
         """
         held = self.find(key)
         if held.digest not in (None, digest):
@@ -157,11 +152,8 @@ class VersionTable:
         return sealed
 
     def confirm(self, epoch: int, progress: Mapping[str, Key | None]) -> None:
-        """Record which version each member (engine or server) has confirmed; drop versions that no member needs.
-
-        Members that are not in `progress` are forgotten.
-
-        Raises StaleVersion if a later epoch has begun, InvalidRequest if `epoch` is implausibly far above the last one.
+        """Record each member's confirmed version, forget other members, and drop versions that none needs. Raises
+        StaleVersion after a later epoch, InvalidRequest if `epoch` is implausibly far ahead.
         """
         if epoch < self.epoch:
             raise StaleVersion(
@@ -312,6 +304,5 @@ class SnapshotStore:
             self._files.remove(named(key))
 
     def _keys(self) -> list[Key]:
-        """Return the keys of all versions with a folder, oldest first; their snapshots may be incomplete."""
         parts = [name.split(".") for name in self._files.names()]
         return sorted((int(p[0]), int(p[1])) for p in parts if len(p) == 2 and p[0].isdecimal() and p[1].isdecimal())

@@ -291,9 +291,8 @@ def _factors(
 
 
 def _trained(of_run: OfRun) -> tuple[list[ScoredRollout], list[int] | None, Table | None]:
-    """Return the rollouts of a training step with their tokens as text, the groups to show, and `update_table`.
-
-    The groups are None if all are to be shown. The table has a row per optimizer step; None if there was only one.
+    """Return a step's rollouts with tokens as text, the groups to show (None: all), and a table of optimizer steps, if
+    several.
     """
     config = recipes.load_run(of_run.run_dir)
     step = recorded_step(of_run.run_dir, of_run.step)

@@ -53,7 +53,6 @@ class RecordedStep:
 
     @property
     def learning_rates(self) -> list[float]:
-        """The learning rate of each optimizer step within this training step."""
         return [update["learning_rate"] for update in self.updates] or [self.figures["learning_rate"]]
 
     def part_of(self, group: RolloutGroup) -> RolloutGroup:

@@ -94,7 +94,6 @@ class Replay:
             yield ReplayedStep(recorded=recorded, figures=figures | self.objective.observe(figures))
 
     def instead(self, recorded: RecordedStep, objective: PolicyObjective) -> ReplayedStep:
-        """Repeat the next step, `recorded`, but with another objective. Raises the errors of `run`."""
         return ReplayedStep(recorded=recorded, figures=self._take(recorded, objective))
 
     def _take(self, recorded: RecordedStep, objective: PolicyObjective) -> dict[str, float]:
@@ -173,7 +172,6 @@ def _step(steps: Mapping[int, RecordedStep], version: int) -> RecordedStep:
 
 
 def _checkpoint_before(config: RunConfig, run_dir: Path, step: int) -> tuple[Path | None, TrainingState]:
-    """Return the newest intact checkpoint before the step and its state, or None and the initial state."""
     for path in reversed(checkpoints_of(config, run_dir).all()):
         try:
             state = checkpoint.load(path)

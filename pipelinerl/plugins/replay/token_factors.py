@@ -29,9 +29,8 @@ COSTS: Final[Mapping[str, str]] = {
 
 
 def _example(group: int, reward: float, *tokens: tuple[str, float, float, float, float], right: float) -> ScoredRollout:
-    """Return a rollout with these tokens, each (text, π_θ, μ, π_ref, value); π_old = μ, the sampler.
-
-    The reward has two parts: `right`, and for the format, `reward` − `right`.
+    """Return a rollout of tokens (text, π_θ, μ, π_ref, value), π_old = μ; its reward is `right` plus one for the
+    format.
     """
     texts, current, sampler, reference, values = zip(*tokens, strict=True)
     return ScoredRollout(

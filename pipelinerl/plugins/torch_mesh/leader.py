@@ -51,7 +51,6 @@ class MeshLeader:
 
     @classmethod
     def started(cls, spec: TrainerSpec, options: TorchOptions, distributed: Distributed) -> MeshLeader:
-        """Wait for the other ranks if they have not joined yet, then load the model on all ranks."""
         ranks, number, plain = lead(distributed, join), next(TRAINER_NUMBERS), wire.encode_spec(spec)
         begin = partial(MeshWorker.started, spec, options)
         try:
@@ -81,11 +80,9 @@ class MeshLeader:
         return self._worker.mesh.width
 
     def forward(self, batches: Sequence[MicroBatch]) -> list[Float32]:
-        """Return the log-probs, or values, of each micro-batch, computed on all ranks."""
         return self._predictions(batches, wire.ForwardCommand, self._worker.forward)
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
-        """Run `forward` while each rank's shards temporarily hold the given weights."""
         return self._predictions(batches, wire.ForwardAt, partial(self._worker.forward_at, weights=weights))
 
     def backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
@@ -109,7 +106,6 @@ class MeshLeader:
         return losses
 
     def optimizer_step(self, learning_rate: float) -> StepStats:
-        """Clip by the gradient norm over all shards, then apply and clear the gradient."""
         self.has_gradient = False
         return self._all(
             wire.StepCommand(self._number, learning_rate), lambda: self._worker.optimizer_step(learning_rate)
@@ -165,7 +161,6 @@ class MeshLeader:
         )
 
     def close(self) -> None:
-        """Free the shards on every rank; the ranks' processes stay up for other trainers."""
         self._ranks.drop(self._number)
 
     def _predictions(
@@ -189,11 +184,8 @@ class MeshLeader:
         own: Callable[[list[MicroBatch], int], list[T]],
         decoded: Callable[[wire.RankResult], T],
     ) -> list[T]:
-        """Compute micro-batches on all ranks, distributed round-robin, `width` per round; return results in order.
-
-        `command` makes the command for another rank from this trainer's number (its id on all ranks), the rank's
-        micro-batches and the number of rounds. `own` computes rank 0's micro-batches; `decoded` reads another rank's
-        result.
+        """Compute micro-batches on all ranks, `width` per round; return results in order. `command` makes another
+        rank's command from this trainer's number, its micro-batches and the rounds; `decoded` reads its result.
         """
         if not batches:
             return []

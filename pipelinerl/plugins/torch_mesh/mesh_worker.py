@@ -141,15 +141,11 @@ class MeshWorker:
         return worker
 
     def forward(self, batches: Sequence[MicroBatch], rounds: int) -> list[Float32]:
-        """Return the predictions of this rank's micro-batches; they may contain NaN.
-
-        Ranks that share a micro-batch return equal predictions. `rounds` is equal on all ranks.
-        """
+        """Return predictions, perhaps NaN, equal on ranks that share a micro-batch; `rounds` is equal on all ranks."""
         with self._computing_as_engines():
             return self._forward(batches, rounds)
 
     def _computing_as_engines(self) -> AbstractContextManager[None]:
-        """Return a context in which parameters hold the engines' values; see `TorchWorker._computing_as_engines`."""
         rounds = self.loaded.gather_dtype is not torch.float32 and self.spec.head is Head.POLICY
         if not rounds or self.loaded.adapters is not None:
             return nullcontext()
@@ -189,10 +185,8 @@ class MeshWorker:
             return self._forward(batches, rounds)
 
     def backward(self, batches: Sequence[MicroBatch], rounds: int, objective: Objective) -> list[LossStats]:
-        """Accumulate gradients of this rank's micro-batches and return losses; no loss mask may be empty.
-
-        Raises:
-            NonFiniteError: raised on every rank; `number` is the index of the first bad micro-batch in the whole call.
+        """Accumulate gradients of this rank's micro-batches, each with tokens to train. Raises NonFiniteError on every
+        rank.
         """
         if self.loaded.adapters is None:
             with self._computing_as_engines():
@@ -226,7 +220,6 @@ class MeshWorker:
         return results
 
     def optimizer_step(self, learning_rate: float) -> StepStats:
-        """Clip by the gradient norm over all shards (equal on every rank), then apply and clear the gradient."""
         shards = self.model.collect_gradient()
         own = float(torch.nn.utils.get_total_norm(shard.grad for shard in shards if shard.grad is not None))
         norm = math.sqrt(self.model.summed_over_shards(own**2))
@@ -250,12 +243,10 @@ class MeshWorker:
         return [name for name in self.model.shapes if name not in pairs or name in self.loaded.weights]
 
     def layout(self) -> tuple[ParameterInfo, ...]:
-        """Return names, shapes and dtypes of the parameters as engines receive them."""
         dtype = str(self.loaded.gather_dtype).removeprefix("torch.")
         return tuple(ParameterInfo(name, tuple(self.model.shapes[name]), dtype) for name in self.base_names)
 
     def place_of(self, name: str) -> int:
-        """Return the position by which `received` and `deliver` identify a parameter."""
         return list(self.model.shapes).index(name)
 
     def has_moments(self, name: str) -> bool:
@@ -293,10 +284,8 @@ class MeshWorker:
         return list(wholes.values())
 
     def deliver(self, places: range, kind: wire.GatheredKind, into: Place | None) -> None:
-        """On a rank above 0, send its rows of the parameters (or moments) at these positions to rank 0.
-
-        A rank on rank 0's host writes the rows into the block `into` instead, if it is not None. Ranks outside the
-        first model replica do nothing.
+        """On a rank above 0 of the first model replica, send its rows of parameters (or moments) to rank 0, or write
+        them into `into`, a block of a rank 0 on this host.
         """
         if self.rank >= self.mesh.shards:
             return
@@ -384,10 +373,8 @@ class MeshWorker:
         saved.random.restore()
 
     def _abandon_sequence(self, *, is_first: bool) -> None:
-        """Drop all gradients of a call that ends early; `is_first` is true before the call's first backward pass.
-
-        After that pass, `fully_shard` holds gradients that are not reduced yet. Another pass, with loss 0, makes it
-        reduce them, so that they can be dropped.
+        """Drop all gradients of a call that ends early. After its first backward pass, `fully_shard` holds gradients
+        that only another pass, with loss 0, reduces, so that they can be dropped.
         """
         self.model.abandon()
         if not is_first:
@@ -403,7 +390,6 @@ class MeshFollower:
         self._worker = MeshWorker.started(spec, options_of(spec.options))
 
     def execute(self, command: wire.Command) -> list[wire.RankResult]:
-        """Call the worker's method for this command; rank 0 calls the same method."""
         worker = self._worker
         match command:
             case wire.ForwardCommand():
@@ -482,10 +468,7 @@ def _divided(
     device: torch.device,
     compute: torch.dtype,
 ) -> ShardedModel:
-    """Shard the model over the mesh and load this process's rows; the caller must then call `probe` of the result.
-
-    Raises SpecError or StateError if a file cannot be read, SpecError if the experts cannot be divided.
-    """
+    """Shard the model and load this process's rows; the caller then calls `probe`. Raises SpecError or StateError."""
     loaded.compact()
     unread, named = loaded.unread, loaded.weights | loaded.trained
     model = ShardedModel(loaded.model, mesh, device=device, compute=compute, parameters=named, experts=experts)

@@ -58,11 +58,9 @@ class ShardedModel:
         parameters: Mapping[str, nn.Parameter] | None = None,
         experts: ExpertWeights = ExpertWeights.GATHERED,
     ) -> None:
-        """Shard `model`, which is the same on every process, layer by layer.
-
-        Parameters on the meta device get memory on `device`; the caller fills the shards. `compute` is the dtype of
-        matmuls, and `parameters` are the model's parameters by their names in model directories. Raises SpecError on
-        every process if experts cannot be divided.
+        """Shard `model`, the same on every process, layer by layer; parameters on the meta device get memory on
+        `device`, which the caller fills. `compute` is the dtype of matmuls. Raises SpecError on every process if
+        experts cannot be divided.
         """
         self.model = model
         named = dict(model.named_weights()) if parameters is None else parameters
@@ -101,12 +99,10 @@ class ShardedModel:
         self._reads = stream_for(device)
 
     def __call__(self, *arguments: Any) -> Tensor:
-        """Run `PackedModel.forward`; the result is fp32 for any compute dtype."""
         with computing_in(self._compute, self._device):
             return cast(Tensor, self.model(*arguments)).float()
 
     def probe(self, products: torch.dtype) -> None:
-        """Run `PackedModel.probe` on every process at once. Raises SpecError on all of them."""
         try:
             self.model.probe(self._device, products)
         finally:
@@ -114,7 +110,6 @@ class ShardedModel:
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """The shards that the optimizer steps, by name."""
         return {name: shard for name, shard in self.shards.items() if shard.requires_grad}
 
     def begin_backward(self, *, is_last: bool) -> None:
@@ -152,16 +147,14 @@ class ShardedModel:
             self._reads.mark_start()
 
     def summed_over_shards(self, number: float) -> float:
-        """Sum a number over the processes that hold the shards of one model replica; each of them gets the same sum."""
         total = torch.tensor(number, dtype=torch.float64)
         dist.all_reduce(total, group=self._mesh.get_group(_SHARD))
         return float(total)
 
     @contextmanager
     def last_step_shards(self) -> Iterator[Mapping[str, Tensor]]:
-        """Within the block, provide this process's rows of the weights after the last optimizer step. Thread-safe.
-
-        On a GPU, the block's stream is the one for reads, and all its work has ended when the block ends.
+        """Provide the rows of the weights after the last optimizer step; on a GPU, reads run on the block's stream, and
+        end with it. Thread-safe.
         """
         with self._reading, self._reads:
             yield self._lasting
@@ -212,7 +205,6 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _layers(model: PackedModel | PackedValueModel) -> list[nn.Module]:
-    """Return the modules that transformers marks as unsplittable: a decoder's layers."""
     names: Mapping[str, Any] | Any = model.model._no_split_modules or ()
     return [module for module in model.model.modules() if type(module).__name__ in names]
 

@@ -186,9 +186,8 @@ def fine_tune(config: RunConfig, options: FineTuneOptions, *, output: Path, say:
 
 
 def _with_ranks(config: RunConfig) -> RunConfig:
-    """Start the trainer's ranks above 0 on this machine; return the recipe with the address where the ranks meet.
-
-    This process becomes rank 0 and ends the other ranks when it exits; if it is killed, the kernel ends them.
+    """Start the trainer's ranks above 0; return the recipe with their meeting point. They end with this process, rank
+    0.
     """
     count = config.trainer_processes
     if count == 1:
@@ -210,7 +209,6 @@ def _with_ranks(config: RunConfig) -> RunConfig:
 
 
 def _loss(trainer: Trainer, groups: Sequence[RolloutGroup], token_budget: int) -> float:
-    """Return the mean of −log π_θ over the tokens of the demonstrations."""
     batch = imitated(groups, BatchRules(token_budget=token_budget, width=trainer.width))
     total = sum(
         float(logprobs[each.loss_mask].sum()) for each, logprobs in zip(batch, trainer.forward(batch), strict=True)

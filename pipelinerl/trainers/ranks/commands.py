@@ -305,7 +305,6 @@ class Channel:
         self._closed = threading.Event()
 
     def beat(self) -> None:
-        """Start a thread that sends heartbeats until `close` is called."""
         threading.Thread(target=self._beat, name=f"beat-{self.peer}", daemon=True).start()
 
     def send(self, message: bytes) -> None:

@@ -152,7 +152,6 @@ class Ranks:
         return RankResults(self._outcome(pending), {rank: answer.results for rank, answer in pending.answers.items()})
 
     def drop(self, trainer: int) -> None:
-        """Free a trainer's state on the other ranks; their processes stay up for other trainers."""
         with suppress(RankError):  # a lost rank has no state to free
             self.together(lambda _: wire.Close(trainer), lambda: None, lane=wire.Lane.PASSES)
 

@@ -60,7 +60,6 @@ class LoadedModel(NamedTuple):
 
     @property
     def trained(self) -> dict[str, Parameter]:
-        """The parameters that the optimizer trains, by name, in the model's order."""
         if self.adapters is not None:
             return self.adapters.trained
         return {name: parameter for name, parameter in self.model.named_weights() if parameter.requires_grad}
@@ -115,7 +114,6 @@ class LoadedModel(NamedTuple):
 
     @property
     def unread(self) -> list[str]:
-        """The names of the parameters whose values are still in files."""
         is_divided = self.saved is not None and self.saved.shards is not None
         return [name for name, parameter in self.weights.items() if is_divided or parameter.is_meta]
 

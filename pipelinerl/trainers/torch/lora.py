@@ -96,11 +96,9 @@ class Adapters:
 
     @property
     def reaches_output(self) -> bool:
-        """True if the output layer has an adapter."""
         return self._packed.model.get_output_embeddings() in self._layers.values()
 
     def pair_of(self, name: str) -> tuple[str, str] | None:
-        """Return the names of A and B for the base's parameter `name`, or None if it has no adapter."""
         layer = name.removesuffix(".weight")
         return (f"{layer}.lora_A.weight", f"{layer}.lora_B.weight") if layer in self._layers else None
 
@@ -117,7 +115,6 @@ class Adapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Disable the adapters within the block, so that passes use only the base's parameters."""
         try:
             for layer in self._layers.values():
                 layer.enable_adapters(False)
@@ -136,9 +133,8 @@ class Adapters:
             self._set_dropout(active=False)
 
     def compact(self) -> None:
-        """Keep the base's matrices in bf16. No result changes if the directory and matmuls (autocast) are bf16.
-
-        Outputs of embeddings are converted to fp32, so that the residual stream is fp32 as with an fp32 base.
+        """Keep the base's matrices in bf16, which changes no result; embeddings' outputs are converted, so that the
+        residual stream is fp32.
         """
         for parameter in self.base.values():
             if parameter.ndim >= 2 and not parameter.requires_grad:
@@ -197,10 +193,7 @@ class Adapters:
         return {"rank": self.options.rank, "alpha": self.options.alpha, "targets": names, "base": digest}
 
     def _stored_names(self) -> dict[str, str]:
-        """Return the names of A and B in peft's file: their layers are named as in the base's weight files.
-
-        While peft loads an adapter, it renames layers as transformers renames weights while it loads a model.
-        """
+        """Return the names of A and B in peft's file; peft renames layers as transformers renames weights."""
         model, names = self._packed.model, {}
         for layer in self._layers:
             weight = torch.empty(0)
@@ -244,7 +237,6 @@ class Adapters:
 
 
 def _redirected(config: Any, model: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return those of modules' last `names` that peft redirects to other targets in this type of model."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     found = set()

@@ -49,12 +49,10 @@ class ProcessMesh:
 
     @property
     def width(self) -> int:
-        """The number of micro-batches computed at once."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def shards(self) -> int:
-        """The number of processes over which a copy of the model is divided."""
         return self.dp_shard * self.cp
 
     def rows_of(self, rank: int, length: int) -> slice:

@@ -215,7 +215,6 @@ class PackedValueModel(nn.Module):
             return cast(Tensor, self.value_head(hidden.float())).squeeze(-1)[None].clone()
 
     def probe(self, device: torch.device, products: torch.dtype = torch.float32) -> None:
-        """Run `probe_packing` if the model trains packed; raise its SpecError."""
         if self.packs:
             with computing_in(products, device):
                 probe_packing(self.model, device, products)
@@ -338,7 +337,6 @@ def probe_packing(trunk: PreTrainedModel, device: torch.device, products: torch.
 
 
 def _probed_tokens(model: PreTrainedModel) -> Tensor:
-    """Return tokens and positions of the packing probe, i64 [2, T]."""
     tokens = (_PROBED + 1) % model.config.get_text_config().vocab_size
     return torch.from_numpy(np.stack((tokens, _PROBED)).astype(np.int64))
 
@@ -403,7 +401,6 @@ class RowChoice(NamedTuple):
 
     @property
     def packs(self) -> bool:
-        """True for packed rows."""
         return self.attention == IMPLEMENTATION
 
 
@@ -454,10 +451,7 @@ def _computed(model: PreTrainedModel, *, attention: str | None) -> list[Computed
 
 
 def _recompute_layers(model: PreTrainedModel) -> None:
-    """Make the backward pass recompute each layer. Raises SpecError if transformers marks no layer for this.
-
-    transformers' own switch needs train mode, which also turns on dropout and routers' noise; eval mode has neither.
-    """
+    """Recompute layers in backward. transformers' own switch needs train mode, with dropout and router noise."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise SpecError(

@@ -69,9 +69,8 @@ def _computed(
     *,
     own: slice | None = None,
 ) -> Tensor:
-    """Return predictions and M measures [1 + M, N] of the N `requested` tokens.
-
-    The model runs on the computed tokens (`distinct`), or only on this process's slice `own` of them.
+    """Return predictions and M measures [1 + M, N] of the N `requested` tokens; run only the slice `own` of `distinct`,
+    if given.
     """
     device = setting.device
     tokens = np.append(batch.token_ids, np.zeros(len(positions) - batch.num_tokens, np.int32))

@@ -100,7 +100,6 @@ class ShardFiles:
         return cls(path, mesh, shapes)
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Raise StateError unless `shapes` has exactly the parameters that were saved."""
         if self.shapes != {name: tuple(shape) for name, shape in shapes.items()}:
             raise StateError(f"the parameters in {self.path} are not those of this model; restore another checkpoint")
 
@@ -166,7 +165,6 @@ class TorchSavedState:
     stepped: int
 
     def check_kind(self, *, has_adapters: bool) -> None:
-        """Raise StateError if a state with adapters would resume as a trainer without adapters, or vice versa."""
         if has_adapters and self.lora is None:
             raise StateError(
                 f"the trainer state in {self.path} is of a model that was trained whole; leave trainer.options.lora out"
@@ -178,7 +176,6 @@ class TorchSavedState:
             )
 
     def check_adapters(self, expected: Mapping[str, Any]) -> None:
-        """Raise StateError unless the adapters have the expected rank, alpha, targets and base."""
         assert self.lora is not None, "`check_kind` comes first"
         if self.lora.get("base") != expected["base"]:
             raise StateError(
@@ -196,9 +193,8 @@ class TorchSavedState:
         return RandomState(self.tensors["rng.cpu"], self.tensors.get("rng.cuda"))
 
     def moments(self, shapes: Mapping[str, torch.Size], rows_of: RowsOf = _all_rows) -> dict[str, dict[str, Tensor]]:
-        """Return AdamW's state by parameter, only the rows that `rows_of` selects; {} before the first step.
-
-        Raises StateError if the file is damaged.
+        """Return AdamW's state by parameter, the rows that `rows_of` selects; {} before the first step. Raises
+        StateError.
         """
         if self.shards is not None:
             self.shards.check(shapes)

@@ -47,7 +47,6 @@ class TorchTrainer:
 
     @property
     def width(self) -> int:
-        """The number of micro-batches that the mesh computes at once."""
         return self._worker.width
 
     @property
@@ -67,7 +66,6 @@ class TorchTrainer:
                 )
 
     def init_worker(self, spec: TrainerSpec) -> None:
-        """Load the model from `spec.model_path`, or model, optimizer and random state from `spec.restore_from`."""
         options = options_of(spec.options)
         distributed = distributed_of(spec.options, options.mesh)
         if spec.kernels is Kernels.BATCH_INVARIANT and (distributed or options.lora or options.compile):
@@ -107,10 +105,6 @@ class TorchTrainer:
         return self._worker.weight_layout()
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and detached tensors.
-
-        If a single process sends fp32 weights without adapters, the tensors share memory with the trained parameters.
-        """
         yield from self._worker.gather_weights()
 
     def save_state(self, path: Path) -> None:

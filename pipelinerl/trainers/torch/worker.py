@@ -81,7 +81,6 @@ class TorchWorker:
 
     @classmethod
     def started(cls, spec: TrainerSpec, options: TorchOptions) -> TorchWorker:
-        """Load the model from `spec.model_path`, or model, optimizer and random state from `spec.restore_from`."""
         refuse_device(spec.device)
         accelerator = _accelerator(spec)
         loaded = load(spec)
@@ -186,7 +185,6 @@ class TorchWorker:
         self.discard_gradient()
 
     def forward_at(self, batches: Sequence[MicroBatch], weights: HostWeights) -> list[Float32]:
-        """Run `forward` through the same modules, whose parameters temporarily hold the given weights."""
         adapters = self.loaded.adapters
         off = nullcontext() if adapters is None else adapters.off()  # `weights` already include merged adapters
 
@@ -244,10 +242,7 @@ class TorchWorker:
         return tuple(ParameterInfo(name, tuple(own.shape), dtype) for name, own in self.own.items())
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and detached tensors.
-
-        If the weights are sent in fp32 and there are no adapters, the tensors share memory with the trained parameters.
-        """
+        """Yield names and detached tensors, which share memory with fp32 parameters that are sent as they are."""
         for name, own in self.own.items():
             if self.loaded.adapters is not None:
                 own = self.loaded.adapters.merged(name, own)
@@ -295,10 +290,7 @@ def _lent(
     *,
     narrow: Collection[str],
 ) -> Iterator[None]:
-    """Within the block, let each parameter hold `values_of(name, own values)`; then restore its own values.
-
-    The temporary values are bf16 for names in `narrow`. Gradients and optimizer state do not change.
-    """
+    """Let each parameter hold `values_of(name, own values)` in the block, in bf16 for `narrow`; then restore."""
     own = {name: (parameter, parameter.data) for name, parameter in parameters}
     try:
         for name, (parameter, data) in own.items():

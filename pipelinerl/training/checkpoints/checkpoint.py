@@ -114,9 +114,8 @@ class CheckpointStore:
                 log.error("a damaged checkpoint was moved to %s; inspect it, then remove it", aside)
 
     def prepare(self, layout: Iterable[ParameterInfo]) -> WeightWriter:
-        """Return the writer of the weights in this layout. Raises ModelError if the model directory cannot hold them.
-
-        The trainer calls this when it starts, so that a run does not fail at its first checkpoint.
+        """Return the writer of the weights; call this at the start, for it raises ModelError if the directory cannot
+        hold them.
         """
         if self._writer is None:
             self._writer = WeightWriter.of(self._model_directory, layout)
@@ -233,11 +232,9 @@ class CheckpointStore:
     def start_from_newest(
         self, start: Callable[[Path | None, int], T], *, attempts: int = 5
     ) -> tuple[TrainingState | None, T]:
-        """Call `start` with the newest checkpoint and its version, or (None, 0); return its state and the result.
-
-        If a trainer that is still alive removes the checkpoint meanwhile, the next newest is taken.
-
-        Raises CheckpointError if this happens in each of `attempts` attempts, and otherwise the errors of `start`.
+        """Call `start` with the newest checkpoint and its version, or (None, 0); return its state and the result. If a
+        trainer that is still alive removes the checkpoint meanwhile, take the next newest. Raises CheckpointError after
+        `attempts`.
         """
         while True:
             latest, attempts = self.latest(), attempts - 1
@@ -272,9 +269,8 @@ class CheckpointStore:
         return good[-1] if good else None
 
     def oldest_kept_offsets(self, *, good: int | None = None) -> dict[str, str]:
-        """Return the stream positions saved in the oldest intact checkpoint from which a run can resume; {} if none.
-
-        The newest checkpoint up to version `good` is one.
+        """Return the stream positions of the oldest intact checkpoint to resume from, the newest up to `good` included;
+        or {}.
         """
         resumable = set(self._retention.resumable(map(_version, self.all()), good=good))
         for path in self.all():
@@ -361,7 +357,6 @@ class CheckpointFence:
             return 0
 
     def check(self, epoch: int) -> None:
-        """Raise FencedError if a later epoch has claimed the directory."""
         if self.epoch > epoch:
             raise FencedError(
                 f"epoch {self.epoch} has taken over the checkpoints in {self._directory} from epoch {epoch}: another "
@@ -380,10 +375,8 @@ class CheckpointFence:
 
     @contextmanager
     def held(self, epoch: int) -> Iterator[None]:
-        """Prevent other trainers from changing the directory during the block.
-
-        Raises FencedError if a later epoch has claimed it, DeadlineError if another process holds the lock for too
-        long.
+        """Exclude other trainers during the block. Raises FencedError (a later epoch has claimed it), DeadlineError
+        (lock).
         """
         self._lock.parent.mkdir(parents=True, exist_ok=True)
         # No fallback: filelock could use a plain lock file, which would remain after its holder on another machine
@@ -436,10 +429,8 @@ class Checkpointing:
         trim: Callable[[dict[str, str], int], Awaitable[None]],
         deadline_s: float,
     ) -> None:
-        """Create a writer that sends messages by `report` and retries a failing checkpoint for `deadline_s`.
-
-        After each checkpoint, `trim` is called with stream positions and the epoch. No kept checkpoint reads entries
-        before these positions, so they can be dropped.
+        """Create a writer; after each checkpoint it calls `trim` with stream positions before which none reads, and the
+        epoch.
         """
         self.store = store
         self.version: int | None = None
@@ -472,18 +463,15 @@ class Checkpointing:
             await self.finish()
 
     async def finish(self) -> None:
-        """Wait until the current checkpoint is durable and reported. Raises its error if it failed."""
         if self._under_way is not None:
             task, self._under_way = self._under_way, None
             await task
 
     async def raise_if_failed(self) -> None:
-        """Raise the error of the current checkpoint, if it has failed."""
         if self._under_way is not None and self._under_way.done():
             await self.finish()
 
     async def close(self) -> None:
-        """Abandon the current checkpoint, unless it is durable already."""
         if self._under_way is not None:
             self._under_way.cancel()
             await asyncio.gather(self._under_way, return_exceptions=True)
@@ -501,7 +489,6 @@ class Checkpointing:
         )
 
     async def _retry(self, state: TrainingState, attempt: Callable[[], T]) -> T:
-        """Call `attempt` on a thread, again and again until it succeeds, fails permanently, or the deadline passes."""
         deadline, pause_s = time.monotonic() + self._deadline_s, _FIRST_RETRY_S
         cause: Exception | None = None
         while True:

@@ -48,7 +48,6 @@ class Copy:
 
     @property
     def name(self) -> str:
-        """The name of the checkpoint's directory on local disk, such as `step-000100`."""
         return self.folder.split("-e")[0]
 
 
@@ -113,9 +112,8 @@ class CheckpointCopies:
         (into / MANIFEST).write_text(copy.manifest.text)
 
     def _folder_of(self, stem: str, digest: str) -> str:
-        """Return the folder for uploading the manifest with this digest: an earlier attempt's, or a new one.
-
-        `stem` has the version and the epoch; the new folder sorts after all others of this stem.
+        """Return the folder of an earlier attempt to upload this manifest, or a new one, which sorts after all of its
+        stem.
         """
         same = [folder for folder in self._folders() if folder.startswith(f"{stem}-")]
         tried = [folder for folder in same if folder.endswith(digest)]

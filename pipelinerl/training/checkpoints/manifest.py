@@ -71,17 +71,14 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """The manifest's own digest, which covers the state and the digests of all files."""
         return digest_of_bytes(json.dumps(self._record(), sort_keys=True).encode())
 
     @property
     def text(self) -> str:
-        """The manifest as JSON text, as written to the file."""
         return json.dumps(self._record() | {"digest": self.digest}, indent=1)
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read the manifest of the checkpoint in the directory `path`. Raises the errors of `parse`."""
         try:
             text = (path / MANIFEST).read_bytes()
         except OSError as error:

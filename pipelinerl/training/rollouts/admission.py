@@ -76,7 +76,6 @@ class Lineage:
         )
 
     def issued(self, group: RolloutGroup) -> bool:
-        """Return whether the controller requested the group at a version of this lineage (not discarded)."""
         epoch, version = group.issued_at
         return epoch >= self.epoch or version <= self._newest_of(epoch)
 
@@ -133,7 +132,6 @@ class ConsumedLedger:
         self.frontier = first
 
     def to_record(self) -> dict[str, Any]:
-        """Return the ledger as plain values, which a checkpoint can save."""
         return {
             "frontier": self.frontier,
             "beyond": sorted(self.beyond),
@@ -142,7 +140,6 @@ class ConsumedLedger:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Self:
-        """Rebuild the ledger from a record that `to_record` returned."""
         counts = {outcome: int(record["counts"].get(str(outcome), 0)) for outcome in GroupOutcome}
         return cls(int(record["frontier"]), set(record["beyond"]), counts)
 
@@ -151,14 +148,12 @@ class SolvedProblems:
     """The orders whose groups had only correct answers, to be reported to the controller; oldest first."""
 
     def __init__(self, restored: Mapping[str, Sequence[Sequence[Any]]] | None = None) -> None:
-        """Create the list; `restored` is the `pending` that a checkpoint saved, None for a new run."""
         self._waiting: list[tuple[str, int, str]] = [
             (domain, int(order), str(name)) for domain, pairs in (restored or {}).items() for order, name in pairs
         ]
         self._reported: tuple[str, int] = ("", 0)
 
     def note(self, groups: Iterable[RolloutGroup]) -> None:
-        """Record those of the groups, trained or filtered, whose answers are all correct."""
         for group in groups:
             solved = group.domain, group.index, group.problem.problem_id
             if solved[-1] and all(each.verdict.outcome is Outcome.CORRECT for each in group.rollouts):
@@ -173,7 +168,6 @@ class SolvedProblems:
         return pairs
 
     def report(self, report_id: str) -> Pairs:
-        """Return `pending`, which the caller sends to the controller in the report with this id."""
         self._reported = (report_id, len(self._waiting))
         return self.pending
 

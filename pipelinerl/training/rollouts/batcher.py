@@ -98,7 +98,6 @@ class Batcher:
 
     @property
     def waiting(self) -> list[int]:
-        """The indices (`RolloutGroup.index`) of the waiting groups, ascending."""
         return sorted(self._waiting)
 
     def offer(self, group: RolloutGroup, *, k: float = math.inf) -> None:
@@ -136,9 +135,7 @@ class Batcher:
 
     def doubt(self, sampled: Collection[tuple[str, int, int]]) -> None:
         """Abandon, once each, all groups with tokens that an engine sampled with a fault (base URL, epoch, version).
-
-        A group that does not name its engines is abandoned for its versions. What is sampled again comes from healthy
-        engines, and is accepted.
+        What is sampled again comes from healthy engines, and is accepted.
         """
         self.doubted.update(sampled)
         for index in [index for index, group in self._waiting.items() if self.is_doubtful(group)]:
@@ -146,7 +143,6 @@ class Batcher:
             self._abandon_doubtful(index)
 
     def is_doubtful(self, group: RolloutGroup) -> bool:
-        """Return whether an engine with wrong weights may have sampled the group."""
         doubted = self.doubted - self._sampled_again.get(group.index, set()) if self.doubted else ()
         if not doubted:
             return False
@@ -335,7 +331,6 @@ class OverdueWait:
         self._given_up = False
 
     def must_wait(self, late: Sequence[int], *, step: int) -> bool:
-        """Return whether `step` must still wait for the groups with the indices `late`."""
         if not late:
             return False
         now = self._clock()

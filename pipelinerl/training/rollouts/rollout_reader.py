@@ -57,9 +57,7 @@ class RolloutReader:
         rescan_s: float = 1.0,
         frontier: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Create a reader.
-
-        All groups with an index below `frontier` are trained or dropped. An index of `MOST_AHEAD` or more above it is
+        """Create a reader; all groups below `frontier` have ended, and an index `MOST_AHEAD` or more above it is
         invalid.
         """
         self._frontier = frontier
@@ -83,7 +81,6 @@ class RolloutReader:
         self._identity = identity.payload.decode()
 
     async def read(self, *, block_s: float, count: int = 256) -> Arrivals:
-        """Read new entries; if there are none yet, wait up to `block_s` for one."""
         now = time.monotonic()
         if now - self._scanned_at >= self._rescan_s:
             self._scanned_at = now
@@ -114,14 +111,12 @@ class RolloutReader:
             await self._stream.append(REPORTS, [encode(lost)])
 
     async def read_directives(self, *, block_s: float) -> list[Directive]:
-        """Read new directives only; used before the first directive, which says which rollouts to accept."""
         entries = await self._stream.read({DIRECTIVES: self._directives_offset}, count=16, block_s=block_s)
         return [directive for entry in entries for directive in await self._decoded(entry)]
 
     def safe_offsets(self, is_waiting: Callable[[int], bool]) -> dict[str, str]:
-        """Return, for each partition, the offset to save in a checkpoint: before its first group that waits to train.
-
-        `is_waiting` tells, by a group's index, whether it waits.
+        """Return, by partition, the offset to save: before its first group that `is_waiting` (by index) says still
+        waits.
         """
         safe = dict(self._offsets)
         for partition, seen in self._waiting.items():
@@ -169,7 +164,6 @@ class ControllerLink:
     """A trainer's connection to the controller: it sends reports, and receives directives together with rollouts."""
 
     def __init__(self, stream: Stream, reader: RolloutReader, *, deadline_s: float) -> None:
-        """Create a link; `deadline_s` bounds the wait for an answer."""
         self.reader = reader
         self.deadline_s = deadline_s
         self.incarnation = uuid.uuid4().hex[:12]
@@ -186,10 +180,7 @@ class ControllerLink:
         await self._stream.append(REPORTS, [encode(message)])
 
     async def wait_for_answer(self, question: Question) -> AsyncIterator[Arrivals]:
-        """Send a question, again every `RESEND_S` until it is answered; yield all arrivals until then.
-
-        Raises DeadlineError if no answer arrives in time, and FencedError if another trainer has taken over.
-        """
+        """Send a question every `RESEND_S` until it is answered; yield arrivals. Raises DeadlineError, FencedError."""
         began, sent_at = time.monotonic(), float("-inf")
         deadline, is_told = began + self.deadline_s, False
         self._awaited = question.report_id
@@ -211,10 +202,8 @@ class ControllerLink:
         )
 
     async def read(self) -> Arrivals:
-        """Return new rollouts and valid directives, waiting up to a second. Raises FencedError.
-
-        Until the first directive arrives, no rollouts are read, because the directive says which weights' rollouts are
-        acceptable.
+        """Return new rollouts and valid directives, within a second; no rollouts before the first directive. Raises
+        FencedError.
         """
         if self._directive is None:
             arrivals = Arrivals([], await self.reader.read_directives(block_s=_BLOCK_S))
@@ -223,10 +212,7 @@ class ControllerLink:
         return replace(arrivals, directives=[directive for directive in arrivals.directives if self._apply(directive)])
 
     async def raise_if_fenced(self) -> None:
-        """Raise FencedError if a later trainer has begun; call before writes outside the stream server.
-
-        The stream server itself rejects writes of an outdated trainer.
-        """
+        """Raise FencedError if a later trainer has begun; for writes that the stream server does not check."""
         newest, _ = parse_id(await self._stream.last_id(EPOCHS))
         self._check(newest)
 

@@ -88,10 +88,8 @@ class Collective:
         connections: Connections | None = None,
         timeout_s: float,
     ) -> Collective:
-        """Join the group through the store on (`host`, `port`); block until all ranks have joined.
-
-        Raises DeadlineError if the store does not answer or a rank does not join within `timeout_s`; UpdateError if the
-        store is closed, a rank has left, or this process lacks the backend.
+        """Join the group through the store; block until all ranks have joined. Raises DeadlineError after `timeout_s`,
+        UpdateError if the store is closed, a rank has left, or this process lacks the backend.
         """
         name = f"group {group!r} generation {generation}"
         patience, deadline = timedelta(seconds=timeout_s), time.monotonic() + timeout_s
@@ -113,24 +111,18 @@ class Collective:
 
     @property
     def device(self) -> torch.device:
-        """The device on which tensors to be broadcast must be."""
         return torch.device("cpu" if self._backend is Backend.GLOO else "cuda")
 
     def announce(self, key: str, text: str) -> None:
-        """Write `text` under `key` to the store, where other ranks wait for it with `expect`.
-
-        Raises UpdateError if the store is gone.
-        """
+        """Write `text` under `key` to the store, for `expect`. Raises UpdateError if the store is gone."""
         try:
             self._store.set(key, text)
         except RuntimeError as error:
             raise _translated(error, f"announcing {key} in {self._name}") from error
 
     def expect(self, key: str, *, deadline: float) -> str:
-        """Wait until rank 0 has announced a text under `key`, and return the text.
-
-        Raises DeadlineError if nothing is announced before `deadline` (monotonic), UpdateError if this rank has left
-        the group or the store is gone.
+        """Return the text that rank 0 announces under `key`. Raises DeadlineError at `deadline` (monotonic),
+        UpdateError if this rank has left or the store is gone.
         """
         began = time.monotonic()
         while self._group is not None:

@@ -125,7 +125,6 @@ class BroadcastPublisher:
         self._turn = asyncio.Lock()
 
     async def publish(self, publication: Publication) -> PublishReport:
-        """Send the weights to all engines that can take them. Raises UpdateError, with reasons, if none serves them."""
         async with self._turn:
             progress = PublicationProgress(publication)
             if not progress.targets:
@@ -140,14 +139,12 @@ class BroadcastPublisher:
             return progress.report()
 
     async def close(self) -> None:
-        """Leave the group; engines keep the weights that they serve."""
         self._leave()
         if self._left is not None:
             await settled(self._left, timeout_s=_LEAVES_S)
         self._close_rendezvous()
 
     async def _attempt(self, progress: PublicationProgress) -> None:
-        """Try once to send the weights to `progress.targets`; leave in this list only the engines to try again."""
         group = await self._formed(progress)
         if group is None or not await self._prepared(progress, group):
             return
@@ -212,10 +209,8 @@ class BroadcastPublisher:
         return None
 
     def _goes_above(self, failures: Mapping[str, object], progress: PublicationProgress) -> bool:
-        """Return True, once per publication, if every failed engine rejected the group's generation as too low.
-
-        The next group then gets a generation above the highest that they reported. Return False if a reported epoch is
-        higher than this trainer's: a later trainer process has taken over.
+        """Return True, once per publication, if every failed engine rejected the group's generation as too low: the
+        next goes above the highest reported. False if a later trainer process has taken over, by a higher epoch.
         """
         # If a later trainer process had formed the higher generation, the engines would report its epoch. Otherwise the
         # generation is no trainer's, and this trainer may go above it. The generation is raised once per publication;
@@ -285,10 +280,8 @@ class BroadcastPublisher:
         )
 
     async def _prepared(self, progress: PublicationProgress, group: _EngineGroup) -> bool:
-        """Send PREPARE; return True if all targets accept the update.
-
-        Otherwise leave the group and abort the update at engines that accepted it. Engines that failed, or that already
-        serve the version, are removed from the targets.
+        """Send PREPARE; return True if all targets accept, else leave the group and abort the update. Engines that
+        failed, or already serve the version, are no longer targets.
         """
         layout, made = progress.publication.layout, dict[str, WeightUpdateRequest]()
         silence_s = self._grace_s("a piece", [""], progress) + self._grace_s("PREPARE", group.members, progress)
@@ -405,7 +398,6 @@ class BroadcastPublisher:
     async def _each(
         self, what: str, progress: PublicationProgress, call: Callable[[str], Awaitable[WeightUpdateResponse]]
     ) -> dict[str, WeightUpdateResponse | Failure]:
-        """Call the targets concurrently, and continue without those that are late (`Grace`)."""
         return await self._grace.each(what, progress.targets, call, engines=len(progress.publication.engines))
 
 

@@ -42,9 +42,7 @@ class AttentionPlan(Protocol):
     """A plan of attention: where the segments of a micro-batch lie among the K tokens that the model computes."""
 
     @property
-    def group(self) -> SequenceGroup | None:
-        """The processes that divide the K tokens, and inside attention the heads; None for a single process."""
-        ...
+    def group(self) -> SequenceGroup | None: ...
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Return causal attention [K, H, d] within each segment, for query [K, H, d], key and value [K, H_kv, d]."""
@@ -65,9 +63,8 @@ class WantedMask:
         return self
 
     def is_plain(self, positions: Tensor) -> bool:
-        """Return whether the mask within each segment of a packed row is what `window` says.
-
-        `positions` i64 [T] restart at 0 in each segment. Some models do not notice segments.
+        """Return whether the mask in each segment is what `window` says; `positions` i64 [T] restart at 0 in each
+        segment.
         """
         segments = (positions == 0).cumsum(0)
         distance = positions[:, None] - positions

@@ -61,7 +61,6 @@ class SegmentPlan:
         *,
         kernels: Kernels = Kernels.FAST,
     ) -> SegmentPlan:
-        """Plan for packed segments, whose `position_ids` [T] restart at 0. Without `distinct`, compute every token."""
         starts = np.flatnonzero(position_ids == 0)
         lengths = np.diff(starts, append=len(position_ids))
         bucket_of = np.searchsorted(_EDGES, lengths)
@@ -94,7 +93,6 @@ class SegmentPlan:
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """Compute `AttentionPlan.attend` bucket by bucket."""
         q, k, v = (self.pad(x) for x in (query, key, value))
         if scores.scale is None:
             scores = scores._replace(scale=query.shape[-1] ** -0.5)
@@ -107,10 +105,7 @@ class SegmentPlan:
         return self.unpad(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
     def _attend_bucket(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """Return attention [n, T, H, d] of a bucket: n segments of equal length T, with `query` [n, H, T, d].
-
-        `key` and `value` are [n, H_kv, T, d].
-        """
+        """Return attention [n, T, H, d] of n segments, for query [n, H, T, d], key and value [n, H_kv, T, d]."""
         length = query.shape[2]
         window, scale, cap, sinks = scores
         assert scale is not None, "`attend` sets the scale"

@@ -35,9 +35,8 @@ class SequenceGroup:
     place: int
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Convert [k, H, d], all heads of this process's k tokens, to [K, H / n, d], its heads of all K tokens.
-
-        Raises SpecError if n does not divide the number of heads.
+        """Convert [k, H, d], own tokens' heads, to [K, H / n, d], own heads of all tokens. Raises SpecError if n does
+        not divide H.
         """
         refuse_heads(query.shape[1], self.size)
         repeats = repeats_of(query.shape[1], key.shape[1], self.size)
@@ -88,10 +87,7 @@ class SequencePart(NamedTuple):
     def of(
         cls, group: SequenceGroup, distinct: Distinct, position_ids: NDArray[np.int32], requested: NDArray[np.int64]
     ) -> SequencePart:
-        """Divide the computed tokens evenly.
-
-        The process that computes the token before a `requested` [N] token also predicts this token.
-        """
+        """Divide the computed tokens evenly; who computes the token before a `requested` [N] token also predicts it."""
         padding = -len(distinct.kept) % group.size
         padded = distinct.with_padding(padding)
         each = len(padded.kept) // group.size

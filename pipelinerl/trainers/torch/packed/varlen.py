@@ -178,7 +178,6 @@ class VarlenPlan:
         kernel: VarlenKernel,
         takes_sinks: bool = True,
     ) -> VarlenPlan:
-        """Plan for packed segments, whose `position_ids` [T] restart at 0. Without `distinct`, compute every token."""
         begins = position_ids == 0
         lengths = np.diff(np.flatnonzero(begins), append=len(position_ids))
         own, keys = lengths, None

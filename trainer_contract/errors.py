@@ -33,10 +33,7 @@ class ProtocolError(TrainerError):
 
 
 class NonFiniteError(TrainerError):
-    """A loss, gradient or log-prob is NaN or infinite; no step was applied.
-
-    `number` is the index of the micro-batch with that value; None if unknown.
-    """
+    """A loss, gradient or log-prob is NaN or infinite, in micro-batch `number` if known; no step was applied."""
 
     def __init__(self, message: str, *, number: int | None = None) -> None:
         super().__init__(message)

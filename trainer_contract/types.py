@@ -224,9 +224,8 @@ Columns = Mapping[str, Any]
 
 
 class Objective(Protocol):
-    """The loss that `backward` differentiates, written once for all array libraries.
-
-    Predictions are log-probs, or values if the trainer has a value head.
+    """The loss that `backward` differentiates, written once for all array libraries; predictions are log-probs, or
+    values.
     """
 
     @property

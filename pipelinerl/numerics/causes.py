@@ -57,9 +57,8 @@ _OF_NOTHING = Mismatch(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 
 
 def mismatch(ours: NDArray[np.floating[Any]], theirs: NDArray[np.floating[Any]]) -> Mismatch:
-    """Compare log-probs `ours` [N] with `theirs` [N]; N = 0 gives perfect agreement.
-
-    Raises `ValueError` if shapes differ.
+    """Compare log-probs `ours` [N] with `theirs` [N]; N = 0 gives perfect agreement. Raises ValueError if shapes
+    differ.
     """
     if ours.shape != theirs.shape:
         raise ValueError(f"expected log-probs of the same tokens, got shapes {ours.shape} and {theirs.shape}")
@@ -145,9 +144,8 @@ def _is_truncated(ours: Float32, theirs: Float32) -> bool:
 
 
 def sampled_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float32]) -> SampledTokens | None:
-    """Concatenate the trained tokens; return None if there are none, or if a micro-batch has no versions.
-
-    `logprobs` holds the trainer's log-probs of each micro-batch, f32 [T], as in `LossStats.predictions`.
+    """Concatenate the trained tokens; None if there are none, or versions are missing. `logprobs` are the trainer's,
+    f32 [T].
     """
     if any(batch.behavior_versions is None for batch in micro_batches):
         return None

@@ -18,9 +18,8 @@ _PROBED: Final = 1021
 
 
 def rounded(values: Tensor, dtype: torch.dtype, rounding: Rounding, *, name: str, first: int = 0) -> Tensor:
-    """Round `values`, which are the elements of the parameter `name` from index `first` on, to `dtype`.
-
-    Dithering applies only to fp32 values that are rounded to bf16.
+    """Round the elements of the parameter `name` from index `first` on to `dtype`; only fp32 values to bf16 are
+    dithered.
     """
     if rounding is Rounding.DITHERED and dtype is torch.bfloat16 and values.dtype is torch.float32:
         return dithered(values, name=name, first=first)

@@ -105,9 +105,8 @@ def deviations(theirs: Floats, ours: Floats) -> Floats:
 
 
 def distinct(ours: Floats) -> NDArray[np.intp]:
-    """Return one token of each context, in order: equal contexts have equal noise, and would count several times.
-
-    Samples of one prompt begin alike. Tokens whose log-probs by the trainer agree to four decimals count as one.
+    """Return one token of each context: those whose log-probs by the trainer agree to four decimals count as one, as
+    their noise is equal.
     """
     return np.sort(np.unique(np.round(ours, 4), return_index=True)[1])
 

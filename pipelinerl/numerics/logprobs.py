@@ -36,10 +36,7 @@ def measured(measure: HeadMeasure, logprobs: Floats) -> Floats:
 
 
 def measure_slopes(measure: HeadMeasure, logprobs: Floats) -> Floats:
-    """Return d measure / dz [N, V], with z = logits / temperature.
-
-    The derivative is 1/V − π for the mean log-prob, and −π(log π + H) for the entropy.
-    """
+    """Return d measure / dz [N, V], z = logits / temperature: 1/V − π (mean log-prob), −π(log π + H) (entropy)."""
     probabilities = np.exp(logprobs)
     if measure is HeadMeasure.MEAN_LOGPROB:
         return np.asarray(1.0 / logprobs.shape[-1] - probabilities)

@@ -23,9 +23,8 @@ _FLASH_WIDTHS: Final = (8, 256)
 
 
 def avoid_cudnn() -> None:
-    """Exclude cuDNN from torch's choice of attention kernels, in the whole process.
-
-    cuDNN builds a plan for every new shape, in tens of milliseconds, and almost every prefill has a new shape.
+    """Exclude cuDNN from torch's attention, in the whole process: it plans each new shape, as of most prefills, for
+    tens of ms.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 

@@ -132,10 +132,7 @@ class _LinearHead(torch.autograd.Function):
 
 
 class _Sum:
-    """A sum of matrix products in fp32.
-
-    A GPU multiplies in `dtype`, such as bf16. A CPU multiplies in fp32: it adds tensors of different dtypes slowly.
-    """
+    """A sum of matrix products in fp32: a GPU multiplies in `dtype`, a CPU, slow at mixed dtypes, in fp32."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype, device: str) -> None:
         self.total = torch.zeros_like(like, dtype=torch.float32)

@@ -25,10 +25,7 @@ from pipelinerl.objective.tokens import column_of
 
 
 class Advantage(Protocol):
-    """An estimator of the advantages of sampled tokens.
-
-    Members with a body are defaults, which an estimator overrides where it differs.
-    """
+    """An estimator of the advantages of sampled tokens; members with a body are defaults."""
 
     @property
     def needs(self) -> frozenset[str]:

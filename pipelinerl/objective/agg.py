@@ -54,9 +54,8 @@ class Aggregation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Trajectory(Aggregation):
-    """1 / (Q·G·|o_i|) for Q groups of G rollouts, as in Eq. 3 of GRPO's paper.
-
-    Groups have equal weight, and so do the rollouts in a group and the tokens in a rollout.
+    """1 / (Q·G·|o_i|) for Q groups of G rollouts, as in GRPO's Eq. 3: groups, their rollouts, and tokens of a rollout
+    weigh the same.
     """
 
     formula: ClassVar = "1/(Q·G·|o_i|)"
@@ -93,10 +92,7 @@ class Batch(Aggregation):
 
 @dataclass(frozen=True, slots=True)
 class Sequences(Aggregation):
-    """1 / (B·length), where `length` is a constant: equal weight for all tokens.
-
-    `length` = 1 divides the loss by the number of rollouts, as in PipelineRL; Dr. GRPO uses `length` = L_max.
-    """
+    """1 / (B·length): equal weight for all tokens. `length` = 1 is PipelineRL's; Dr. GRPO uses L_max."""
 
     length: float | Length = 1.0
 

@@ -54,10 +54,8 @@ from pipelinerl.objective.tokens import Policy
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A named algorithm.
-
-    `source` is the paper and equation. `note` tells readers of the paper about differences. `no_signal` is the default
-    treatment of groups whose rewards are all equal.
+    """A named algorithm with its `source`, a `note` about differences to it, and its default for groups of equal
+    rewards.
     """
 
     objective: PolicyObjective

@@ -24,9 +24,8 @@ class Level(StrEnum):
 
 
 class PolicyTerm(Protocol):
-    """A differentiable function of the current log-probs, multiplied by the advantage.
-
-    Members with a body are defaults, which a term overrides where it differs.
+    """A differentiable function of the current log-probs, multiplied by the advantage; members with a body are
+    defaults.
     """
 
     @property

@@ -17,10 +17,7 @@ from trainer_contract.types import HeadMeasure
 
 
 class Regularizer(Protocol):
-    """A differentiable function of the current log-probs, added to the policy term.
-
-    Members with a body are defaults, which a regularizer overrides where it differs.
-    """
+    """A differentiable function of the current log-probs, added to the policy term; bodies are defaults."""
 
     @property
     def is_zero(self) -> bool:

@@ -13,10 +13,7 @@ from pipelinerl.objective.tokens import LAG_LOSS, SYMBOLS, Policy, Tokens, colum
 
 
 class ImportanceWeight(Protocol):
-    """A rule for the importance weights of tokens, such as the ratio of current to behavior policy.
-
-    Members with a body are defaults, which a rule overrides where it differs.
-    """
+    """A rule for the importance weights of tokens; members with a body are defaults."""
 
     @property
     def numerator(self) -> Policy | None:
@@ -109,10 +106,7 @@ class Mean(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SequenceWeight(ImportanceWeight):
-    """One ratio for all tokens of a rollout, clipped or masked as in `TokenRatio`.
-
-    Without bounds, the ratio with `Mean.PRODUCT` is RLAX's r_i(θ).
-    """
+    """One ratio for all tokens of a rollout, treated as in `TokenRatio`; unbounded, `Mean.PRODUCT` is RLAX's r_i(θ)."""
 
     of_rollout: ClassVar = True
 

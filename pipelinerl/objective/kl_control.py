@@ -22,10 +22,7 @@ _MOST: Final = 0.2
 
 @dataclass(frozen=True, slots=True)
 class KLController:
-    """Rule that adjusts the coefficient so that the KL approaches its target.
-
-    `target` is in nats per token. `gain` is K; ROLL and TRL configure it as (rollouts of a step) / horizon.
-    """
+    """Rule that moves the KL to `target`, in nats per token; ROLL and TRL set `gain` to rollouts per step / horizon."""
 
     target: float
     gain: float = 0.1

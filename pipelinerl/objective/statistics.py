@@ -70,10 +70,7 @@ def statistics(objective: PolicyObjective | StreamedObjective, tokens: Tokens | 
 
 
 def cuts(objective: PolicyObjective | StreamedObjective, tokens: Tokens | None) -> dict[str, NDArray[np.bool_]]:
-    """Return by name the masks [N] of tokens with clipped gradient, truncated importance weight or weight 0 (`masked`).
-
-    Return {} if no token trained.
-    """
+    """Return the masks [N] of tokens with clipped gradient, truncated weight, weight 0 (`masked`); or {}."""
     if tokens is None:
         return {}
     masked = _cut(objective, tokens, lambda part: part.is_weight.weight(tokens) == 0)

@@ -87,10 +87,7 @@ class StreamedObjective:
 
 
 def within(columns: Columns, loss: Loss) -> Columns:
-    """Return the columns with the loss mask reduced to the tokens of one stream.
-
-    Streams other than RL lose the column `kl_coefficients`, which belongs to the run's objective.
-    """
+    """Return the columns with the loss mask of one stream; `kl_coefficients` belong to the run's objective alone."""
     its = {**columns, "loss_mask": columns["loss_mask"] & (column_of(columns, "streams") == loss.code)}
     if loss is not Loss.RL:
         its.pop("kl_coefficients", None)
@@ -163,8 +160,5 @@ ONE_LOSS: Final = DomainLosses()
 
 
 def with_constants(advantages: NDArray[np.float64], codes: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Replace advantages [N] outside the RL stream by constants: 1 for cross-entropy (CE), 0 for reverse KL (REF_KL).
-
-    `codes` [N] holds the number of each token's stream.
-    """
+    """Replace advantages [N] outside the RL stream by 1 (cross-entropy) or 0 (reverse KL); `codes` is [N]."""
     return np.where(codes == Loss.RL.code, advantages, _ADVANTAGES[codes])

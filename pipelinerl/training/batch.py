@@ -91,10 +91,7 @@ class MiniBatching:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRules:
-    """A run's rules for making batches of groups; `shaping` and `losses` are by domain.
-
-    A micro-batch has up to `token_budget` tokens; the trainer computes `width` micro-batches at once.
-    """
+    """A run's rules for batches of up to `token_budget` tokens, `width` at once; `shaping`, `losses` by domain."""
 
     token_budget: int
     width: int = 1
@@ -441,11 +438,8 @@ class TrainBatch:
 
 
 def deal(sizes: Sequence[int], count: int, draw: np.random.Generator) -> list[list[int]]:
-    """Distribute groups at random to `count` mini-batches; their numbers of groups differ by at most one.
-
-    Each round takes the `count` largest remaining groups and gives one to each mini-batch. The sizes of mini-batches
-    thus differ by at most the largest group. A mini-batch of few long groups is avoided, because each of these groups
-    would have too much weight.
+    """Distribute groups at random to `count` mini-batches: the largest remaining to each, in rounds, so that numbers of
+    groups differ by at most one, and sizes by at most the largest group.
     """
     order = sorted(draw.permutation(len(sizes)).tolist(), key=lambda group: -sizes[group])
     parts: list[list[int]] = [[] for _ in range(count)]

@@ -98,15 +98,9 @@ Forward = Callable[[MicroBatch], Awaitable[Float32]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """The prompt that an engine must answer, and the tolerance for its log-probs.
-
-    `context_length` is the most tokens of a sequence in the run, which the longest prompt reaches with its answer.
-    `deadline_s` bounds the wait for each answer.
-
-    `temperature` is the run's, since an engine may be right at another one only.
-
-    With `routing_replay` the trainer uses the experts that the engine chose. A near tie between experts, which engine
-    and trainer would resolve differently, then causes no difference.
+    """The prompt that an engine must answer, at the run's `temperature`, and the tolerance for its log-probs. The
+    longest prompt and its answer fill `context_length`. With `routing_replay` the trainer uses the experts that the
+    engine chose, so that near ties between experts cause no difference.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -207,9 +201,8 @@ async def check_canary(
     forward: Forward,
     depth: Depth = Depth.JOINING,
 ) -> CanaryFindings:
-    """Check the engines at `urls` concurrently; bind the first three arguments to get a `CanaryCheck`.
-
-    Only a joining engine is asked for the digest of its weights, since engines verify that of each update.
+    """Check the engines at `urls` concurrently; only a joining one is asked for its digest, as engines verify each
+    update's. Bind the first three arguments to get a `CanaryCheck`.
     """
     findings, places = CanaryFindings(), asyncio.Semaphore(_AT_ONCE)
     canary = canary.at(depth)

@@ -117,10 +117,8 @@ def bins_of(
     width: int,
     whole: bool,
 ) -> list[list[int]]:
-    """Return, for each micro-batch, the numbers of its segments.
-
-    Segments of one rollout stay together if they fit. Micro-batches are filled by first fit, in an order in which
-    rollouts of one prompt are adjacent, so that a trainer can compute their prompt once.
+    """Return each micro-batch's segments: those of a rollout together if they fit, by first fit in an order in which
+    rollouts of one prompt are adjacent, so that a trainer can compute the prompt once.
     """
     by_owner: dict[int, list[int]] = {}
     for i, owner in enumerate(owners):
@@ -211,9 +209,8 @@ def alone(rollouts: Sequence[Rollout]) -> MicroBatch:
 
 
 def prefixes(batch: MicroBatch, *, through: Bool) -> tuple[MicroBatch, Bool]:
-    """Cut each segment after its last token in the mask `through` [T], and drop segments without such a token.
-
-    Also return the mask [T] of the tokens that were kept.
+    """Cut each segment after its last token in `through` [T], and drop those without one; also return the mask of kept
+    tokens.
     """
     last = np.full(batch.num_segments, -1)
     where = np.flatnonzero(through)

@@ -149,9 +149,8 @@ class MeasuredEntropy:
 
 @dataclass(frozen=True, slots=True)
 class EntropyMeter:
-    """Meter of the policy's exact entropy in each step whose version is divisible by `interval_steps` (0: never).
-
-    The `logged_groups` groups that the sample log draws by `seed` are measured first, so that it can show their tokens.
+    """Meter of the policy's exact entropy in each step divisible by `interval_steps` (0: never), first of the
+    `logged_groups` that the sample log draws by `seed`.
     """
 
     interval_steps: int = 0

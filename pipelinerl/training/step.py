@@ -86,10 +86,7 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulated:
-    """A batch whose first mini-batch has had its backward pass, but no optimizer step yet.
-
-    `first` is the gradient of this mini-batch; `rest` yields the other mini-batches.
-    """
+    """A batch whose `first` mini-batch has had its backward pass, but no optimizer step; `rest` yields the others."""
 
     batch: TrainBatch
     first: Gradient

@@ -238,9 +238,8 @@ def _results(accumulated: Accumulated) -> Callable[[int], _Result]:
 
 
 def mean_advantages(batch: TrainBatch) -> tuple[Floats, NDArray[np.bool_], Floats]:
-    """Return each rollout's mean advantage [B], the mask [B] of trained rollouts, and each token's advantage [N].
-
-    The mean is NaN for a rollout that the loss excludes, and 0 for other rollouts outside the micro-batches.
+    """Return each rollout's mean advantage [B], NaN if the loss excludes it; the mask [B] of trained ones; and
+    advantages [N].
     """
     lengths, trained = batch.scored.lengths, np.zeros(len(batch.learns), bool)
     for number in range(len(batch.packed)):

@@ -21,9 +21,8 @@ from pipelinerl.errors import PipelineError
 
 
 class EngineControl(Protocol):
-    """Calls the two control routes of the inference contract on an engine, given its base URL.
-
-    Methods raise the `ContractError` with which the engine answered, or a `PipelineError` if it could not be reached.
+    """Calls the two control routes of the inference contract on an engine, by base URL. Methods raise the engine's
+    `ContractError`, or a `PipelineError` if it could not be reached.
     """
 
     async def init_process_group(self, url: str, request: InitProcessGroupRequest) -> ProcessGroupStatus: ...
@@ -32,10 +31,7 @@ class EngineControl(Protocol):
 
 
 class Announcer(Protocol):
-    """Announces a version to many engines together, without a request to each of them.
-
-    The result of `tell` names the engines that answered; the publisher sends requests to all other engines.
-    """
+    """Announces a version to many engines together; the publisher sends requests to those that `tell` does not name."""
 
     async def tell(
         self, prepare: WeightUpdateRequest, engines: Sequence[str], *, left_out: Sequence[str], deadline: float
@@ -108,9 +104,8 @@ async def each(urls: Iterable[str], call: Callable[[str], Awaitable[T]]) -> dict
 async def each_until_failure(
     urls: Iterable[str], call: Callable[[str], Awaitable[T]], *, victim: tuple[type[Failure], ...]
 ) -> dict[str, T | Failure]:
-    """Call all engines like `each`, but cancel unfinished calls after a failure and leave them out of the result.
-
-    Errors of the types in `victim` cancel nothing: they are consequences of another engine's failure.
+    """Call all engines like `each`, but cancel unfinished calls after a failure, except one of a type in `victim`,
+    which is the consequence of another engine's.
     """
     # In calls that wait for one another, an error of a type in `victim` only says that another engine is missing.
     # Continue after such an error, in order to find and name the missing engine.

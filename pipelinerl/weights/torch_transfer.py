@@ -129,9 +129,8 @@ def stream_for(device: torch.device) -> TransferStream:
 
 
 class OverlappedDigest:
-    """A `WeightDigest` that hashes on a separate thread if that is faster. Only one thread may call `append`.
-
-    Appended bytes may be overwritten after the next `append`, or after `settle`.
+    """A `WeightDigest` that hashes on a thread if that is faster. One thread may call `append`; its bytes may be
+    overwritten after the next `append`, or after `settle`.
     """
 
     def __init__(self, stream: TransferStream) -> None:

@@ -174,10 +174,7 @@ class ShardSpec(Wire):
 
 
 class Announcement(Wire):
-    """Request that announces a version to a server before its bytes are sent.
-
-    `progress` maps each member (an engine, or another server) to the version that it serves or holds by now.
-    """
+    """Announces a version before its bytes are sent; `progress` maps each member (engine or server) to its version."""
 
     epoch: int = Field(ge=0, lt=MOST_EPOCH)
     version: int = Field(ge=0, lt=MOST_VERSION)
@@ -187,10 +184,7 @@ class Announcement(Wire):
 
 
 class Seal(Wire):
-    """Request to seal a shard: to declare it complete and serve it from now on, if its bytes have this `digest`.
-
-    `whole` is the digest of the whole version.
-    """
+    """Asks to serve a shard, if its bytes have this `digest`; `whole` is the digest of the whole version."""
 
     digest: str
     whole: str
@@ -206,10 +200,7 @@ class CopyOrder(Wire):
 
 
 class ProgressReport(Wire):
-    """Report of the version that each member (an engine, or another server) serves or holds by now.
-
-    A server stops holding versions for members that are not listed.
-    """
+    """The version that each member (engine or server) has; servers stop holding versions for others."""
 
     epoch: int = Field(ge=0, lt=MOST_EPOCH)
     progress: dict[str, Key | None]
@@ -234,9 +225,8 @@ class VersionRecord(Wire):
 
 
 class ServerState(Wire):
-    """The versions that a server holds, oldest first, and the version that each member (engine or server) reported.
-
-    `room` is the maximum number of versions in memory, `saved` the newest version on disk.
+    """The versions held, of at most `room`, oldest first; the newest `saved` on disk; and the members' reported
+    versions.
     """
 
     epoch: int

@@ -122,9 +122,8 @@ Part = Range
 
 
 class ReceiveBuffer:
-    """Receiver of bytes that fill `into` (flat uint8, numpy or torch); it hashes them and knows which are missing.
-
-    Memory on a GPU is filled through host memory.
+    """Receiver of bytes for `into` (flat uint8, numpy or torch), on a GPU through host memory; it hashes them and knows
+    which are missing.
     """
 
     def __init__(self, into: Any, *, shards: Sequence[Sequence[Range]], on_progress: Callable[[int], None]) -> None:

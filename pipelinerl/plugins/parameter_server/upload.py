@@ -250,10 +250,8 @@ def write_shards(
     bucket_bytes: int,
     deadline: float,
 ) -> ShardsWritten:
-    """Write those shards that have a writer (by shard number), and seal them.
-
-    Raises UpdateError if the trainer deviates from its layout or a server is lost, ContractError if a server reports an
-    error, DeadlineError if the write does not finish by `deadline` (monotonic seconds).
+    """Write those shards that have a writer (by shard number), and seal them. Raises UpdateError if the trainer
+    deviates from its layout or a server is lost, a server's ContractError, or DeadlineError.
     """
     from pipelinerl.weights.broadcast.collective import shared_tensor
     from pipelinerl.weights.broadcast.sender import packed
@@ -301,9 +299,8 @@ def write_shards(
 
 
 class ShardWriter:
-    """Writes the bytes of one shard to one server, in order, on a thread that ends with the `with` block.
-
-    The error of a write is raised by a later `put`, or by the future that `seal` returns.
+    """Writes one shard to one server, in order, on a thread that ends with the `with` block. A write's error is raised
+    by a later `put`, or by the future of `seal`.
     """
 
     def __init__(

@@ -193,10 +193,8 @@ class VersionTable:
 
 
 def collectable(whole: Set[Key], progress: Mapping[str, Key | None], *, epoch: int, in_use: Set[Key]) -> set[Key]:
-    """Return the keys of those complete versions (`whole`) that can be dropped.
-
-    The newest version and versions `in_use` are kept. Any other is dropped if it has an epoch before `epoch`, or if
-    every member (engine or server) has confirmed a later version; `progress` maps members to confirmed versions.
+    """Return those complete versions (`whole`) that can be dropped: not the newest, nor `in_use`; of an earlier epoch,
+    or older than every member's confirmed version (`progress`).
     """
     newest = max(whole, default=None)
     return {

@@ -110,11 +110,8 @@ class OfRun:
 def show(
     choice: str, overrides: Sequence[str], files: Sequence[Path], console: Console, *, of_run: OfRun | None = None
 ) -> None:
-    """Print an objective, a preset or a recipe, and its effect on the rollouts in `files` or of a run's step.
-
-    Raises:
-        UserError: `choice` is neither a preset nor a recipe, a file is invalid or lacks a column that the objective
-            reads, or the step or its rollouts are not stored.
+    """Print an objective, a preset or a recipe, and its effect on rollouts of `files` or a run's step. Raises
+    UserError.
     """
     requested, no_signal, max_tokens, several = _objective_of(choice, overrides)
     name = preset_of(requested)
@@ -217,10 +214,7 @@ def _summary(names: Sequence[str], pair: Sequence[PolicyObjective], rollouts: Se
 
 
 def read(path: Path, group: int = 0) -> list[ScoredRollout]:
-    """Read rollouts from a JSON file or a stored record; rollouts without a group number get the number `group`.
-
-    Raises `UserError` if the file cannot be read.
-    """
+    """Read rollouts from a JSON file or a stored record; those without a group number get `group`. Raises UserError."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -291,8 +285,8 @@ def _factors(
 
 
 def _trained(of_run: OfRun) -> tuple[list[ScoredRollout], list[int] | None, Table | None]:
-    """Return a step's rollouts with tokens as text, the groups to show (None: all), and a table of optimizer steps, if
-    several.
+    """Return a step's rollouts with tokens as text, the groups to show (None: all), and a table if it has several
+    steps.
     """
     config = recipes.load_run(of_run.run_dir)
     step = recorded_step(of_run.run_dir, of_run.step)

@@ -65,9 +65,8 @@ class RecordedStep:
 
 
 def trained_groups(recorded: RecordedStep, groups: Mapping[int, Sequence[RolloutGroup]]) -> list[RolloutGroup]:
-    """Return a step's groups. Of several copies of a group, the step trained on the first one that fits its lineage.
-
-    Other copies were sampled by weights that a restart discarded. Raises RecordError if a group is missing.
+    """Return a step's groups: of several copies the first that fits its lineage, not those of discarded weights. Raises
+    RecordError.
     """
     chosen = []
     for index in recorded.orders:
@@ -110,11 +109,7 @@ def recorded_step(run_dir: Path, step: int) -> RecordedStep:
 
 
 def recorded_groups(config: RunConfig, run_dir: Path) -> dict[int, list[RolloutGroup]]:
-    """Return the stored groups by the index of the prompt order that requested them, each list in order of arrival.
-
-    Raises:
-        UserError: the run is live with an embedded Redis server, or no groups are stored.
-    """
+    """Return the stored groups by the index of their order, in order of arrival. Raises UserError."""
     return asyncio.run(_groups(config, run_dir))
 
 

@@ -114,12 +114,8 @@ class Replay:
 
 
 def show(run_dir: Path, *, step: int, objective: str | None, console: Console) -> bool:
-    """Replay step `step` and print its metrics next to the recorded ones; return True if both are bit-identical.
-
-    `objective` names a preset to use for that step instead of the run's objective.
-
-    Raises:
-        UserError: the run, the step or its inputs are missing, or the run has another layout.
+    """Replay a step and print its metrics next to the recorded ones; return True if both are bit-identical. `objective`
+    names a preset to use instead of the run's. Raises UserError.
     """
     check_layout(run_dir)
     config = load_run(run_dir).in_one_process

@@ -29,9 +29,7 @@ COSTS: Final[Mapping[str, str]] = {
 
 
 def _example(group: int, reward: float, *tokens: tuple[str, float, float, float, float], right: float) -> ScoredRollout:
-    """Return a rollout of tokens (text, π_θ, μ, π_ref, value), π_old = μ; its reward is `right` plus one for the
-    format.
-    """
+    """Return a rollout of tokens (text, π_θ, μ = π_old, π_ref, value), rewarded with `right` and one for the format."""
     texts, current, sampler, reference, values = zip(*tokens, strict=True)
     return ScoredRollout(
         tokens=texts,

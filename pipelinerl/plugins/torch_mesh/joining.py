@@ -66,10 +66,7 @@ def world() -> TorchWorld:
 
 
 def join(distributed: Distributed, port: int) -> None:
-    """Join the other processes by torch's rendezvous at `port` of the coordinator's host.
-
-    Raises SpecError on failure.
-    """
+    """Join the other processes by torch's rendezvous at `port` of the coordinator's host. Raises SpecError."""
     global _world
     if not hasattr(FSDPModule, "reset_iter_state"):
         raise SpecError(

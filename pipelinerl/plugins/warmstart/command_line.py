@@ -75,10 +75,7 @@ _CHECKED_EXACTLY: Final = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartOptions:
-    """The model's size, and the band of validation skill in which to stop.
-
-    `vocab` is the number of word pieces that are learned from the problems; 0 means characters.
-    """
+    """The model's size, `vocab` word pieces (0: characters), and the band of validation skill in which to stop."""
 
     hidden: int
     layers: int
@@ -186,9 +183,7 @@ def fine_tune(config: RunConfig, options: FineTuneOptions, *, output: Path, say:
 
 
 def _with_ranks(config: RunConfig) -> RunConfig:
-    """Start the trainer's ranks above 0; return the recipe with their meeting point. They end with this process, rank
-    0.
-    """
+    """Start the trainer's other ranks, which end with this process; return the recipe with their meeting point."""
     count = config.trainer_processes
     if count == 1:
         return config
@@ -234,11 +229,7 @@ def _save(trainer: Trainer, writer: WeightWriter, model: Path, output: Path) -> 
 
 
 def make(config: RunConfig, options: WarmStartOptions, *, output: Path, say: Callable[[str], None]) -> None:
-    """Train a model on the training split and write it to `output`; the held-out split is never read.
-
-    Raises:
-        UserError: `output` exists, the model's sizes do not fit together, or the skill never was within the band.
-    """
+    """Train a model on the training split and write it to `output`. Raises UserError."""
     if output.exists():
         raise UserError(f"{output} exists; name a new directory")
     # Problems come in another order than in RL runs, so that RL does not begin with the latest demonstrations.

@@ -121,9 +121,8 @@ def word_tokenizer(texts: Iterable[str], *, vocab: int) -> PreTrainedTokenizerFa
 
 
 def char_tokenizer(*, phrases: Sequence[str] = (), alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a token for each role, then each character of `alphabet`, then each of `phrases`.
-
-    Text over the alphabet is decoded exactly; other characters become `<|unk|>`.
+    """Return a tokenizer with a token for each role, each character of `alphabet`, and each of `phrases`; else
+    `<|unk|>`.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -203,9 +202,8 @@ class WarmStartProgress:
 def warm_start(
     settings: WarmStartSettings, on_progress: Callable[[WarmStartProgress], None] = lambda _: None
 ) -> tuple[PreTrainedModel, WarmStartProgress]:
-    """Fit demonstrations until each domain's skill is inside [low, high]; return the model and the last check.
-
-    Raises ModelError if a skill is outside these bounds at the end.
+    """Fit demonstrations until each domain's skill is in the band; return the model and the last check. Raises
+    ModelError.
     """
     import torch
 

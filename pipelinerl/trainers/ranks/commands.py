@@ -51,10 +51,7 @@ class StartCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForwardCommand(msgspec.Struct, frozen=True, tag=True):
-    """Command: run `forward` on these micro-batches.
-
-    Every rank makes `rounds` passes, since passes contain collectives; a rank with fewer micro-batches adds dummy ones.
-    """
+    """Command: run `forward`, in `rounds` passes on every rank, as passes have collectives; the last may be dummies."""
 
     trainer: int
     batches: list[Columns]

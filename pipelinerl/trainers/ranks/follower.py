@@ -34,9 +34,8 @@ Start = Callable[[TrainerSpec], RankWorker]
 
 
 def follow(distributed: Distributed, *, join: Join, start: Start, say: Callable[[str], None]) -> None:
-    """Connect to rank 0 and execute its commands with workers made by `start`; return when rank 0's work is done.
-
-    Raises SpecError if rank 0 rejects this rank, and RankError if rank 0 is lost or gives up, or this rank fails.
+    """Connect to rank 0 and execute its commands until its work is done. Raises SpecError if it rejects this rank,
+    RankError if it is lost or gives up, or this rank fails.
     """
     channel = join_rank0(distributed, join)
     say(f"rank {distributed.process} of {distributed.processes} follows {distributed.coordinator}")

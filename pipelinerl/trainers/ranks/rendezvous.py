@@ -72,9 +72,8 @@ Join = Callable[[Distributed, int], None]
 
 
 def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
-    """On rank 0, wait until all other ranks have connected, then call `join`; return the channels by rank.
-
-    Raises SpecError if ranks are missing or joining fails.
+    """On rank 0, wait until all other ranks have connected, then call `join`; return channels by rank. Raises
+    SpecError.
     """
     token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
     host, port = distributed.address
@@ -105,9 +104,8 @@ def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
 
 
 def join_rank0(distributed: Distributed, join: Join) -> Channel:
-    """On a rank above 0, connect to rank 0, wait for its `Welcome`, then call `join`; return the channel to rank 0.
-
-    Raises SpecError if rank 0 is missing or rejects this rank.
+    """On a rank above 0, connect to rank 0, wait for its `Welcome`, then call `join`; return the channel. Raises
+    SpecError.
     """
     token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
     connection = _connected(distributed, deadline)

@@ -89,10 +89,8 @@ class Block(NamedTuple):
 
 
 class RecycledMemory:
-    """A pool of blocks of `size` bytes, shared with the ranks on this host if possible.
-
-    Shared blocks are open files, so their number is limited. If all are in use, `take` returns memory that is not
-    shared.
+    """A pool of blocks of `size` bytes, shared with the ranks on this host as long as few are in use: they are open
+    files.
     """
 
     def __init__(self, size: int) -> None:

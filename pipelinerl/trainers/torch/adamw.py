@@ -36,10 +36,7 @@ SQUARE: Final = "exp_avg_sq"
 
 
 def to_device(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Copy values to the device, then convert them to `dtype` there; torch's own copies convert on the CPU.
-
-    Copies from pinned memory are asynchronous.
-    """
+    """Copy values to the device, asynchronously if pinned, then convert them there; torch converts on the CPU."""
     return values.to(device, non_blocking=True).to(dtype)
 
 
@@ -52,11 +49,9 @@ def adamw(
     shard: int = 0,
     masters: Mapping[Tensor, Master] | None = None,
 ) -> ParameterOptimizer:
-    """Create AdamW without weight decay for vectors (biases and norms).
-
-    Without `parameters`, which is possible for a process of a mesh, its steps do nothing. `seed` seeds stochastic
-    rounding; processes with the same `shard` get the same random numbers. `masters` maps parameters that are bf16 on
-    the device to their fp32 values on the host.
+    """Create AdamW without weight decay for vectors; without `parameters`, as in a process of a mesh, its steps do
+    nothing. `seed` and `shard` determine stochastic rounding; `masters` maps bf16 parameters to their fp32 values on
+    the host.
     """
     trained = list(parameters)
     groups: list[dict[str, Any]] = [
@@ -100,10 +95,7 @@ class Master(NamedTuple):
 
 
 class PiecewiseAdamW:
-    """AdamW whose moments are bf16 or whose state is on the host.
-
-    CUDA copies and kernels use one stream, so they run in order; `step` returns when the state on the host is written.
-    """
+    """AdamW whose moments are bf16 or whose state is on the host; `step` returns when that state is written."""
 
     def __init__(
         self,

@@ -282,9 +282,8 @@ def shared(parameters: Mapping[str, nn.Parameter], *, digest: str, device: torch
 
 
 def target_modules(model: Any, options: LoraOptions) -> Mapping[str, nn.Module]:
-    """Return the linear layers that the options select in the part of the model that reads text, by name.
-
-    Raises SpecError for an impossible target.
+    """Return the linear layers that the options select in the part of the model that reads text, by name. Raises
+    SpecError.
     """
     head = model.get_output_embeddings()
     decoder = model.get_decoder()
@@ -324,10 +323,7 @@ def _is_named(name: str, target: str) -> bool:
 
 
 def described(path: Path, options: LoraOptions) -> str:
-    """Describe which parameters LoRA trains in a directory's model.
-
-    Raises SpecError, or ModelError if there is no model.
-    """
+    """Describe which parameters LoRA trains in a directory's model. Raises SpecError or ModelError."""
     model = check_weights(path)
     modules = target_modules(model, options)
     # A is [rank, in] and B is [out, rank].

@@ -147,10 +147,7 @@ class TorchOptions:
 
 
 def options_of(options: Mapping[str, Any]) -> TorchOptions:
-    """Parse `TrainerSpec.options`, except `distributed`.
-
-    Raises SpecError for an unknown key, a wrong type, or an impossible mesh.
-    """
+    """Parse `TrainerSpec.options`, except `distributed`. Raises SpecError."""
     known = [*(field.name for field in fields(TorchOptions)), "distributed"]
     refuse_unknown(options, known, "options", trainer=_NAME)
     axes = table(options.get("mesh", {}), ProcessMesh, "options.mesh", trainer=_NAME)

@@ -248,9 +248,8 @@ def compile_layers(model: nn.Module, *, gradient_checkpointing: bool) -> None:
 
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the buffers that a model directory stores.
-
-    Call this before a sharded model's first pass, because later `state_dict` would free gathered parameters.
+    """Return the buffers that a model directory stores; before a sharded model's first pass, which `state_dict` would
+    disturb.
     """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
@@ -281,10 +280,7 @@ class _Stub:
 
 
 class _WholeHead:
-    """Maps hidden states [n, d] to logits [n, V] by the model's own forward, whose layers return these states.
-
-    So whatever a model does with its logits applies, such as a scale or a cap.
-    """
+    """Maps hidden states [n, d] to logits [n, V] by the model's own forward, with its scale or cap."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model: Any = model
@@ -321,9 +317,8 @@ def computing_in(products: torch.dtype, device: torch.device) -> AbstractContext
 
 @torch.no_grad()
 def probe_packing(trunk: PreTrainedModel, device: torch.device, products: torch.dtype = torch.float32) -> None:
-    """Run the model on a row with two copies of a segment.
-
-    Raises SpecError if the results for the two copies differ, or if a mask is neither causal nor a sliding window.
+    """Run the model on a row with two copies of a segment. Raises SpecError if their results differ, or if a mask is
+    neither causal nor a sliding window.
     """
     tokens, positions = _probed_tokens(trunk).to(device)
     plan = OpaquePlan(SegmentPlan.of(_PROBED, device), checked=positions)
@@ -405,9 +400,8 @@ class RowChoice(NamedTuple):
 
 
 def choose_rows(skeleton: PreTrainedModel) -> RowChoice:
-    """Return how the trainer computes this model as transformers does: packed if possible, else as padded rows.
-
-    The weights of `skeleton` are not used. Raises ModelError if neither is possible.
+    """Return how the trainer computes this model: packed if that equals transformers, else as padded rows. Raises
+    ModelError.
     """
     refusals = []
     for attention in _ATTENTIONS:

@@ -69,8 +69,8 @@ def _computed(
     *,
     own: slice | None = None,
 ) -> Tensor:
-    """Return predictions and M measures [1 + M, N] of the N `requested` tokens; run only the slice `own` of `distinct`,
-    if given.
+    """Return predictions and M measures [1 + M, N] of the N `requested` tokens, running only `own` of `distinct` if
+    given.
     """
     device = setting.device
     tokens = np.append(batch.token_ids, np.zeros(len(positions) - batch.num_tokens, np.int32))
@@ -95,9 +95,8 @@ def _computed(
 def _choices(
     batch: MicroBatch, distinct: Distinct, requested: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the tokens to predict, and for each requested token the index of its prediction among these.
-
-    Requested tokens share one prediction if the tokens, their prefixes and their sampling temperatures are equal.
+    """Return the tokens to predict, and each requested token's index among them: equal tokens with equal prefixes and
+    temperatures share one.
     """
     place, temperatures = distinct.place[requested], batch.temperatures[requested]
     if (temperatures == temperatures[:1]).all():

@@ -229,9 +229,8 @@ def save(
     model_version: int,
     lora: Mapping[str, Any] | None,
 ) -> None:
-    """Complete the state in the directory `path`, into which the caller has written the weights, adapters or shards.
-
-    `moments` is AdamW's state by parameter; with shards, it has only step counts, since the shards have the moments.
+    """Complete the state in `path`, which has the weights, adapters or shards; with shards, `moments` has only step
+    counts.
     """
     tensors = {"rng.cpu": random.cpu} | ({} if random.cuda is None else {"rng.cuda": random.cuda})
     for name, kinds in moments.items():

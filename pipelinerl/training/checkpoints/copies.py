@@ -52,9 +52,8 @@ class Copy:
 
 
 class CheckpointCopies:
-    """The copies of one run's checkpoints below `url`; only one trainer at a time writes there.
-
-    Each copy also includes the current content of `run_files`, if they exist, without secrets (`without_secrets`).
+    """The copies of one run's checkpoints below `url`, each with the current `run_files` without secrets; for one
+    trainer at a time.
     """
 
     def __init__(self, url: str, *, retention: Retention, run_files: Sequence[Path] = ()) -> None:

@@ -179,10 +179,8 @@ class SolvedProblems:
 
 
 def signal_of(objective: PolicyObjective, losses: DomainLosses = ONE_LOSS) -> Callable[[RolloutGroup], bool]:
-    """Return a function that tells whether a group's rewards (of rollouts, turns or reward parts) differ.
-
-    The advantage estimator determines which rewards are compared. For a domain whose loss is not RL, the function
-    always returns True.
+    """Return a function that tells whether a group's rewards differ, as the advantage estimator compares them (of
+    rollouts, turns or parts); always True for a domain whose loss is not RL.
     """
     by_turns, by_parts = objective.adv.credit is Credit.TURNS, objective.adv.needs_parts
 
@@ -204,10 +202,7 @@ def has_signal(group: RolloutGroup) -> bool:
 
 
 def teacher(objective: PolicyObjective, rules: BatchRules) -> Callable[[RolloutGroup], bool]:
-    """Return a function that tells whether a group has a gradient.
-
-    For this, its rewards must give a signal, and at least one rollout must have a verdict and not be masked.
-    """
+    """Return a function that tells whether a group has a signal, and a rollout with a verdict that is not masked."""
     signal = is_judged if learns_from_equals(objective, rules.shaping) else signal_of(objective, rules.losses)
 
     def teaches(group: RolloutGroup) -> bool:
@@ -236,10 +231,8 @@ def is_judged(group: RolloutGroup) -> bool:
 
 
 def fault_of(group: RolloutGroup, *, vocab_size: int | None, routing: RoutingShape | None = None) -> str:
-    """Return why no trainer can compute the group's rollouts with a valid verdict; "" if there is no fault.
-
-    Faults, such as an invalid token id, come from broken engines or from engines with another model. If `routing` is
-    given, recorded expert choices of this shape are required.
+    """Return why no trainer can compute the group's rollouts with a verdict, such as an invalid token id or, if
+    `routing` is given, recorded experts of another shape; "" if there is no fault.
     """
     judged = alone([rollout for rollout in group.rollouts if _trains(rollout)])
     if routing is None:
@@ -268,9 +261,8 @@ def without_routing(group: RolloutGroup) -> RolloutGroup:
 def fresh_part(
     group: RolloutGroup, *, producing: int, bounds: StalenessBounds, scope: StalenessScope
 ) -> RolloutGroup | None:
-    """Return the part of the group that may train the step that produces version `producing`, or None.
-
-    With `StalenessScope.ROLLOUT`, at least `LEAST_LEFT` rollouts must remain, since a single one has no baseline.
+    """Return the part of the group that may train the step that makes version `producing`, or None; with
+    `StalenessScope.ROLLOUT`, at least `LEAST_LEFT` rollouts, as a single one has no baseline.
     """
     if bounds.accepts(producing=producing, oldest=group.oldest_version):
         return group

@@ -245,9 +245,8 @@ _POLL_S: Final = 2e-4
 
 
 def connect_nccl(library: Any, store: Any, *, rank: int, size: int, device: torch.device, timeout_s: float) -> Any:
-    """Connect all ranks within `timeout_s` and return the group; `library` is `torch.distributed`, or a fake in tests.
-
-    Raises RuntimeError, after aborting the group, if a rank is missing or NCCL failed.
+    """Connect all ranks within `timeout_s`; `library` is `torch.distributed` or a fake. Raises RuntimeError, and
+    aborts.
     """
     deadline = time.monotonic() + timeout_s
     options = library.ProcessGroupNCCL.Options()
@@ -277,10 +276,7 @@ def connect_nccl(library: Any, store: Any, *, rank: int, size: int, device: torc
 
 
 def wait_for_nccl(work: Any, *, deadline: float) -> None:
-    """Wait until the bytes of `work` have arrived; torch's own `wait` alone would only order CUDA streams.
-
-    Raises RuntimeError if the work fails, or is not complete by `deadline` (monotonic seconds).
-    """
+    """Wait until the bytes of `work` have arrived; torch's own `wait` only orders CUDA streams. Raises RuntimeError."""
     while not work.is_completed():
         if time.monotonic() > deadline:
             raise RuntimeError("timed out")

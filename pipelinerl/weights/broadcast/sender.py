@@ -121,10 +121,8 @@ def packed(
     bounds: Sequence[tuple[int, int]],
     room: Callable[[int, int], torch.Tensor],
 ) -> Iterator[torch.Tensor]:
-    """Copy the weights bucket by bucket into the memory that `room(start, end)` returns, and yield that memory.
-
-    `bounds` has the byte range [start, end) of each bucket. Raises UpdateError if the parameters differ from the
-    layout.
+    """Copy the weights bucket by bucket, by `bounds`, into the memory that `room(start, end)` returns, and yield it.
+    Raises UpdateError if the parameters differ from the layout.
     """
     gathered = iter(weights())
     for start, end in bounds:

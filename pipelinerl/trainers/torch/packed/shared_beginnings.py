@@ -124,9 +124,8 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A differentiable read of the N rows `index` i64 [N], from an array of `size` rows.
-
-    `sums` adds the gradients of rows that are read repeatedly.
+    """A differentiable read of the rows `index` i64 [N] of `size` rows; `sums` adds gradients of rows that are read
+    repeatedly.
     """
 
     index: Tensor

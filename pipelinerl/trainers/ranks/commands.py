@@ -21,7 +21,7 @@ import numpy as np
 
 from pipelinerl.trainers.ranks.shared_block import Place
 from trainer_contract.errors import RankError, SpecError
-from trainer_contract.types import MicroBatch, Objective, TrainerSpec
+from trainer_contract.types import MicroBatch, TrainerSpec
 
 #: Packages whose dataclasses and enums may be part of an objective that is sent.
 _OBJECTIVES: Final = ("pipelinerl.objective.", "pipelinerl.numerics.", "trainer_contract.")
@@ -250,25 +250,20 @@ def encode_objective(value: Any) -> Any:
     )
 
 
-def decode_objective(plain: Any) -> Objective:
+def decode_objective(plain: Any) -> Any:
     """Rebuild an objective, the inverse of `encode_objective`. Raises RankError for classes that may not be sent."""
-    decoded: Objective = _decoded(plain)
-    return decoded
-
-
-def _decoded(plain: Any) -> Any:
     if not isinstance(plain, dict):
         return plain
     if "set" in plain:
-        return frozenset(_decoded(each) for each in plain["set"])
+        return frozenset(decode_objective(each) for each in plain["set"])
     if "tuple" in plain:
-        return tuple(_decoded(each) for each in plain["tuple"])
+        return tuple(decode_objective(each) for each in plain["tuple"])
     module, _, name = plain["class"].partition(":")
     kind = getattr(importlib.import_module(module), name, None) if _is_known(module) else None
     if isinstance(kind, type) and issubclass(kind, Enum) and "value" in plain:
         return kind(plain["value"])
     if isinstance(kind, type) and is_dataclass(kind) and "fields" in plain:
-        return kind(**{part: _decoded(value) for part, value in plain["fields"].items()})
+        return kind(**{part: decode_objective(value) for part, value in plain["fields"].items()})
     raise RankError(
         f"rank 0 names {plain['class']!r}, which is not part of an objective here; install the same version everywhere"
     )

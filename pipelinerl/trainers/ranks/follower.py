@@ -39,7 +39,11 @@ def follow(distributed: Distributed, *, join: Join, start: Start, say: Callable[
     """
     channel = join_rank0(distributed, join)
     say(f"rank {distributed.process} of {distributed.processes} follows {distributed.coordinator}")
-    rank = _Rank(channel, start)
+    workers: dict[int, RankWorker] = {}
+    lanes: dict[wire.Lane, queue.SimpleQueue[wire.Numbered]] = {lane: queue.SimpleQueue() for lane in wire.Lane}
+    for lane, commands in lanes.items():
+        work = (channel, commands, workers, start)
+        threading.Thread(target=_execute, args=work, name=f"rank-{lane}", daemon=True).start()
     while True:
         message = wire.decode(channel.receive())
         if isinstance(message, wire.RanksEnd):
@@ -50,51 +54,35 @@ def follow(distributed: Distributed, *, join: Join, start: Start, say: Callable[
             raise RankError(
                 f"rank 0 sent {type(message).__name__}, expected a command; install the same version everywhere"
             )
-        rank.take(message)
+        lanes[message.lane].put(message)
 
 
-class _Rank:
-    def __init__(self, channel: wire.Channel, start: Start) -> None:
-        self._channel = channel
-        self._start = start
-        self._workers: dict[int, RankWorker] = {}
-        self._lanes: dict[wire.Lane, queue.SimpleQueue[wire.Numbered]] = {
-            lane: queue.SimpleQueue() for lane in wire.Lane
-        }
-        for lane in wire.Lane:
-            threading.Thread(target=self._work, args=(lane,), name=f"rank-{lane}", daemon=True).start()
-
-    def take(self, numbered: wire.Numbered) -> None:
-        self._lanes[numbered.lane].put(numbered)
-
-    def _work(self, lane: wire.Lane) -> None:
-        while True:
-            numbered = self._lanes[lane].get()
-            error: BaseException | None = None
-            results: list[wire.RankResult] = []
-            try:
-                results = self._execute(numbered.command)
-            except TrainerError as refusal:
-                error = refusal
-            except (RuntimeError, ValueError, OSError) as failed:
-                # These errors come from the array library, a file's reader or the disk.
-                files = isinstance(numbered.command, wire.Save)
-                error = StateError(str(failed)) if files else RankError(f"{type(failed).__name__}: {failed}")
-            except BaseException:  # a bug: close the channel so that rank 0 notices immediately and both processes end
-                self._channel.close()
-                raise
-            failure = (type(error).__name__, str(error)) if error else ("", "")
-            answer = wire.RankAnswer(numbered.number, results, *failure)
-            try:
-                self._channel.send(wire.encode(answer))
-            except RankError:
-                return  # the main thread's `receive` raises the same error and reports it
-
-    def _execute(self, command: wire.Command) -> list[wire.RankResult]:
-        if isinstance(command, wire.StartCommand):
-            self._workers[command.trainer] = self._start(wire.decode_spec(command.spec))
-        elif isinstance(command, wire.Close):
-            self._workers.pop(command.trainer, None)
-        else:
-            return self._workers[command.trainer].execute(command)
-        return []
+def _execute(
+    channel: wire.Channel, commands: queue.SimpleQueue[wire.Numbered], workers: dict[int, RankWorker], start: Start
+) -> None:
+    """Execute the commands of one lane, and send the answers; `workers` are those of all lanes."""
+    while True:
+        numbered = commands.get()
+        command, results = numbered.command, list[wire.RankResult]()
+        error: TrainerError | None = None
+        try:
+            if isinstance(command, wire.StartCommand):
+                workers[command.trainer] = start(wire.decode_spec(command.spec))
+            elif isinstance(command, wire.Close):
+                workers.pop(command.trainer, None)
+            else:
+                results = workers[command.trainer].execute(command)
+        except TrainerError as refusal:
+            error = refusal
+        except (RuntimeError, ValueError, OSError) as failed:
+            # These errors come from the array library, a file's reader or the disk.
+            files = isinstance(command, wire.Save)
+            error = StateError(str(failed)) if files else RankError(f"{type(failed).__name__}: {failed}")
+        except BaseException:  # a bug: close the channel so that rank 0 notices immediately and both processes end
+            channel.close()
+            raise
+        failure = (type(error).__name__, str(error)) if error else ("", "")
+        try:
+            channel.send(wire.encode(wire.RankAnswer(numbered.number, results, *failure)))
+        except RankError:
+            return  # the main thread's `receive` raises the same error and reports it

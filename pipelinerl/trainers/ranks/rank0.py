@@ -137,8 +137,12 @@ class Ranks:
         return partial(self._ended, pending)
 
     def _ended(self, pending: _Pending) -> RankResults[Any]:
+        def has_ended() -> bool:
+            all_done = pending.result.done() and len(pending.answers) == len(self._channels)
+            return self._lost is not None or pending.has_failed or all_done
+
         with self._changed:
-            ended = self._changed.wait_for(lambda: self._has_ended(pending), timeout=self._timeout_s)
+            ended = self._changed.wait_for(has_ended, timeout=self._timeout_s)
             if pending.has_failed and pending.is_of_all:
                 self._changed.wait_for(lambda: self._lost is not None, timeout=_NAMING_S)
             del self._pending[pending.number]
@@ -182,10 +186,6 @@ class Ranks:
                     raise kind(f"rank {rank}: {answer.sentence}")
                 raise self._lose(RankError(f"rank {rank} failed in {verb}: {answer.sentence}; start all ranks again"))
         return pending.result.result()
-
-    def _has_ended(self, pending: _Pending) -> bool:
-        all_done = pending.result.done() and len(pending.answers) == len(self._channels)
-        return self._lost is not None or pending.has_failed or all_done
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None:

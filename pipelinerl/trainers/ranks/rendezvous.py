@@ -92,7 +92,14 @@ def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
-                raise _missing(distributed, channels) from None
+                for channel in channels.values():
+                    channel.close()
+                missing = sorted(set(range(1, distributed.processes)) - channels.keys())
+                raise SpecError(
+                    f"options.distributed: rank {', '.join(map(str, missing))} did not connect to "
+                    f"{distributed.coordinator} within {distributed.timeout_s} s; start "
+                    f"`pipelinerl trainer-rank --rank {missing[0]}` on its host"
+                ) from None
             _admit(connection, channels, distributed, token)
     # The port is chosen as late as possible, because an outgoing connection could take it in the meantime.
     (meeting,) = free_ports(1, host)
@@ -108,7 +115,17 @@ def join_rank0(distributed: Distributed, join: Join) -> Channel:
     SpecError.
     """
     token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
-    connection = _connected(distributed, deadline)
+    connection: socket.socket | None = None
+    while connection is None:
+        try:
+            connection = socket.create_connection(distributed.address, timeout=distributed.silence_s)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise SpecError(
+                    f"options.distributed: rank 0 does not answer at {distributed.coordinator} within "
+                    f"{distributed.timeout_s} s ({error}); start `pipelinerl trainer` there"
+                ) from error
+            time.sleep(_RETRY_S)
     left_s = max(deadline - time.monotonic(), 1.0)  # until all ranks have arrived, rank 0 sends no heartbeats
     waiting = Channel(connection, peer="rank 0", silence_s=left_s)
     waiting.send(encode(Hello(distributed.process, distributed.processes, token)))
@@ -129,19 +146,6 @@ def join_rank0(distributed: Distributed, join: Join) -> Channel:
     return channel
 
 
-def _connected(distributed: Distributed, deadline: float) -> socket.socket:
-    while True:
-        try:
-            return socket.create_connection(distributed.address, timeout=distributed.silence_s)
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise SpecError(
-                    f"options.distributed: rank 0 does not answer at {distributed.coordinator} within "
-                    f"{distributed.timeout_s} s ({error}); start `pipelinerl trainer` there"
-                ) from error
-            time.sleep(_RETRY_S)
-
-
 def _admit(connection: socket.socket, channels: dict[int, Channel], distributed: Distributed, token: str) -> None:
     """Accept or reject a peer that has connected; a rejection is only logged, so the rendezvous continues."""
     channel = Channel(connection, peer="a rank that connects", silence_s=distributed.silence_s)
@@ -149,7 +153,17 @@ def _admit(connection: socket.socket, channels: dict[int, Channel], distributed:
         hello = decode(channel.receive(most_bytes=_MOST_BYTES))
         if not isinstance(hello, Hello):
             raise RankError(f"it sent {type(hello).__name__}, expected Hello")
-        if (reason := _objection(hello, channels, distributed, token)) is not None:
+        reason = ""
+        if not hmac.compare_digest(hello.token.encode(), token.encode()):
+            reason = "its token differs from the one in token_file here; give all ranks the same file"
+        elif hello.processes != distributed.processes or not 0 < hello.rank < distributed.processes:
+            reason = (
+                f"it is rank {hello.rank} of {hello.processes}, expected one of 1..{distributed.processes - 1} of "
+                f"{distributed.processes}; give all ranks the same recipe"
+            )
+        elif hello.rank in channels:
+            reason = f"rank {hello.rank} has joined already; give each process its own --rank"
+        if reason:
             channel.send(encode(Refused(reason)))
             raise RankError(reason)
     except RankError as error:
@@ -157,31 +171,6 @@ def _admit(connection: socket.socket, channels: dict[int, Channel], distributed:
         channel.close()
         return
     channels[hello.rank] = Channel(connection, peer=f"rank {hello.rank}", silence_s=distributed.silence_s)
-
-
-def _objection(hello: Hello, channels: dict[int, Channel], distributed: Distributed, token: str) -> str | None:
-    if not hmac.compare_digest(hello.token.encode(), token.encode()):
-        return "its token differs from the one in token_file here; give all ranks the same file"
-    if hello.processes != distributed.processes or not 0 < hello.rank < distributed.processes:
-        return (
-            f"it is rank {hello.rank} of {hello.processes}, expected one of 1..{distributed.processes - 1} of "
-            f"{distributed.processes}; give all ranks the same recipe"
-        )
-    if hello.rank in channels:
-        return f"rank {hello.rank} has joined already; give each process its own --rank"
-    return None
-
-
-def _missing(distributed: Distributed, channels: dict[int, Channel]) -> SpecError:
-    missing = sorted(set(range(1, distributed.processes)) - channels.keys())
-    named = ", ".join(map(str, missing))
-    sentence = (
-        f"options.distributed: rank {named} did not connect to {distributed.coordinator} within "
-        f"{distributed.timeout_s} s; start `pipelinerl trainer-rank --rank {missing[0]}` on its host"
-    )
-    for channel in channels.values():
-        channel.close()
-    return SpecError(sentence)
 
 
 def _token(distributed: Distributed) -> str:

@@ -11,7 +11,7 @@ changes: with beta2 = 0.999, a second moment in bf16 would never decay.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -132,16 +132,21 @@ class PiecewiseAdamW:
 
     def _step(self, parameter: Tensor, group: Mapping[str, Any], number: int) -> None:
         if parameter not in self.state:
-            self.state[parameter] = self._fresh(parameter)
+            moments = {name: _empty(parameter, dtype_of(self._options), self._options.place) for name in (MEAN, SQUARE)}
+            self.state[parameter] = {STEP: torch.zeros(())} | {name: each.zero_() for name, each in moments.items()}
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None, "the caller has looked"
         master = self._masters.get(parameter)
         kept = [state[MEAN].view(-1), state[SQUARE].view(-1)] + ([] if master is None else [master.values.view(-1)])
         values, slopes = parameter.detach().view(-1), gradient.reshape(-1)
-        noise = self._noise(parameter.device, int(state[STEP]), number)
+        noise = None  # fp32 moments are not rounded
+        if self._options.moments is MomentDType.BF16:
+            seed = rng.key(self._seed, int(state[STEP]), number)
+            noise = torch.Generator(parameter.device).manual_seed(seed)
         # Copied to the device once, since a copy from pageable memory makes the host wait.
         count = state[STEP].to(parameter.device)
-        for piece in _pieces(len(values)):
+        for start in range(0, len(values), _PIECE):
+            piece = slice(start, start + _PIECE)
             mean, square, *rest = (to_device(each[piece], parameter.device, torch.float32) for each in kept)
             (stepped,) = rest or (values[piece],)
             fused_step(
@@ -162,19 +167,9 @@ class PiecewiseAdamW:
             )
             self._keep([mean, square], [each[piece] for each in kept[:2]], noise)
             if master is not None:
-                values[piece].copy_(master.rounded(stepped, first=piece.start))
+                values[piece].copy_(master.rounded(stepped, first=start))
                 _keep(stepped, kept[2][piece])
         state[STEP] += 1
-
-    def _fresh(self, parameter: Tensor) -> dict[str, Tensor]:
-        dtype, place = dtype_of(self._options), self._options.place
-        return {STEP: torch.zeros(())} | {name: _empty(parameter, dtype, place).zero_() for name in (MEAN, SQUARE)}
-
-    def _noise(self, device: torch.device, step: int, number: int) -> torch.Generator | None:
-        """Return the generator for rounding a parameter's moments, seeded by step; None if the moments are fp32."""
-        if self._options.moments is MomentDType.FP32:
-            return None
-        return torch.Generator(device).manual_seed(rng.key(self._seed, step, number))
 
     def _keep(self, moments: list[Tensor], kept: list[Tensor], noise: torch.Generator | None) -> None:
         if noise is None:
@@ -207,8 +202,3 @@ def _empty(parameter: Tensor, dtype: torch.dtype, place: StatePlace) -> Tensor:
     if place is StatePlace.DEVICE:
         return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
     return torch.empty(parameter.shape, dtype=dtype, pin_memory=parameter.is_cuda)
-
-
-def _pieces(length: int) -> Iterator[slice]:
-    for start in range(0, length, _PIECE):
-        yield slice(start, start + _PIECE)

@@ -374,7 +374,11 @@ def load_for_training(
             model = load_model(path, part=part)
             _use_attention(model, attention)
         else:
-            _read_buffers(model, reader)
+            for place, module in model.named_modules():
+                for name, buffer in list(module.named_buffers(recurse=False)):
+                    if buffer.is_meta:
+                        read = reader.whole(f"{place}.{name}" if place else name)
+                        setattr(module, name, read.to(buffer.dtype, copy=True))
     except (ModelError, ValueError, KeyError) as error:
         raise SpecError(f"model_path: {error}") from error
     follow_autocast(model)
@@ -454,10 +458,3 @@ def _recompute_layers(model: PreTrainedModel) -> None:
         )
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-
-
-def _read_buffers(model: PreTrainedModel, reader: WeightReader) -> None:
-    for path, module in model.named_modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.is_meta:
-                setattr(module, name, reader.whole(f"{path}.{name}" if path else name).to(buffer.dtype, copy=True))

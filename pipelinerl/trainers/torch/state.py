@@ -148,10 +148,6 @@ class RandomState:
             torch.cuda.set_rng_state(self.cuda)
 
 
-def _all_rows(length: int) -> slice:
-    return slice(0, length)
-
-
 @dataclass(frozen=True, slots=True)
 class TorchSavedState:
     """A saved state that was read and checked; weights and shards are read later."""
@@ -192,7 +188,9 @@ class TorchSavedState:
     def random(self) -> RandomState:
         return RandomState(self.tensors["rng.cpu"], self.tensors.get("rng.cuda"))
 
-    def moments(self, shapes: Mapping[str, torch.Size], rows_of: RowsOf = _all_rows) -> dict[str, dict[str, Tensor]]:
+    def moments(
+        self, shapes: Mapping[str, torch.Size], rows_of: RowsOf = lambda length: slice(0, length)
+    ) -> dict[str, dict[str, Tensor]]:
         """Return AdamW's state by parameter, the rows that `rows_of` selects; {} before the first step. Raises
         StateError.
         """

@@ -196,21 +196,18 @@ class TorchWorker:
 
     def backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
         dropping = nullcontext() if self.loaded.adapters is None else self.loaded.adapters.dropping_out()
-        with self._computing_as_engines(), dropping:
-            return self._backward(batches, objective)
-
-    def _backward(self, batches: Sequence[MicroBatch], objective: Objective) -> list[LossStats]:
         results = []
-        for number, batch in enumerate(batches):
-            if not batch.loss_mask.any():
-                results.append(LossStats(0.0, batch.loss_mask.astype("float32")))
-                continue
-            loss, stats = evaluate(self.model, self.setting, batch, objective)
-            if not math.isfinite(stats.loss):
-                self.discard_gradient()
-                raise broken_loss(stats.loss, number)
-            self.accelerator.backward(loss)
-            results.append(stats)
+        with self._computing_as_engines(), dropping:
+            for number, batch in enumerate(batches):
+                if not batch.loss_mask.any():
+                    results.append(LossStats(0.0, batch.loss_mask.astype("float32")))
+                    continue
+                loss, stats = evaluate(self.model, self.setting, batch, objective)
+                if not math.isfinite(stats.loss):
+                    self.discard_gradient()
+                    raise broken_loss(stats.loss, number)
+                self.accelerator.backward(loss)
+                results.append(stats)
         self.has_gradient = True
         return results
 

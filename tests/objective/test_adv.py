@@ -146,26 +146,6 @@ def test_reward_to_go_is_the_discounted_sum_of_later_rewards_minus_their_kl_cost
     assert rule.needs == {"old_logprobs", "ref_logprobs"} and RewardToGo().needs == frozenset()
 
 
-@pytest.mark.parametrize("whitening", Whitening)
-def test_gae_advantages_equal_a_loop_over_the_definition(whitening):
-    rule = GAE(discount=0.9, trace=0.7, kl=0.2, whitening=whitening, epsilon=0.0)
-    columns = columns_of(rule, LENGTHS.sum())
-    wanted, start = [], 0
-    for reward, length in zip(REWARDS, LENGTHS, strict=True):
-        mine = {name: column[start : start + length] for name, column in columns.items()}
-        start += length
-        values = [*mine["values"], 0.0]
-        cost = 0.2 * (mine["old_logprobs"] - mine["ref_logprobs"])
-        earned = [(reward if t == length - 1 else 0.0) - cost[t] for t in range(length)]
-        surprise = [earned[t] + 0.9 * values[t + 1] - values[t] for t in range(length)]
-        wanted += [sum((0.9 * 0.7) ** k * surprise[t + k] for k in range(length - t)) for t in range(length)]
-    raw = np.array(wanted)
-    np.testing.assert_allclose(computed(rule, columns, what="returns"), raw + columns["values"], rtol=1e-12)
-    if whitening is Whitening.BATCH:
-        raw = (raw - raw.mean()) / raw.std()
-    np.testing.assert_allclose(computed(rule, columns), raw, rtol=1e-10, atol=1e-12)
-
-
 def test_rollouts_without_sampled_tokens_get_no_advantages():
     lengths = np.array([2, 0, 1, 0])
     got = computed(

@@ -163,13 +163,6 @@ def test_gdpo_advantages_weight_the_reward_parts_as_the_domains_recipe_says():
     assert not plain.packed[0].micro_batch.advantages.any(), "without weights the reward is one part"
 
 
-def test_batch_without_any_nonzero_advantage_still_packs_one_rollout():
-    levelled = {"test": RewardShaping(high=0.0)}
-    batch = batch_of(GROUPS[:1], shaping=levelled)
-    (packed,) = batch.packed
-    assert packed.members == [0] and not packed.micro_batch.advantages.any()
-
-
 def cut_off(reward, tokens=2):
     return replace(rollout(reward=reward, sampled=[3] * tokens), finish_reason="length")
 

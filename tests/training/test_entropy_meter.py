@@ -34,13 +34,6 @@ def batch(groups=20, *, producing=1):
     return batch_of(made, OBJECTIVE, producing=producing, token_budget=64)
 
 
-def test_exact_entropy_is_the_mean_entropy_at_the_sampled_tokens(worker):
-    made = worker()
-    entropy = entropies(made)
-    expected = entropy[[2, 3]].mean()  # in a bigram model, tokens 3 and 4 are sampled after tokens 2 and 3
-    assert EntropyMeter(1).measure(made, batch()).figures == {EXACT_ENTROPY: pytest.approx(expected, rel=1e-5)}
-
-
 def test_entropy_is_measured_first_for_groups_that_are_kept_as_samples(worker):
     made = worker()
     entropy = entropies(made)

@@ -256,16 +256,6 @@ async def test_step_waits_for_the_only_engines_proof_and_takes_its_groups_then(t
         assert not await made.reports(OrdersEnded) and not await made.reports(CanaryChecked)
 
 
-async def test_groups_of_an_engine_without_a_proof_at_the_deadline_are_sampled_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(publishing, "_PROOF_S", 0.0)
-    async with room(tmp_path) as made:
-        made.engines.silent = {ENGINE}
-        await made.begin(publish_to=[ENGINE])
-        assert (await made.wait_for(CanaryChecked)).failed == {ENGINE: "no answer"}
-        await made.roll_out(0, 1, engines=(ENGINE,))
-        assert (await made.wait_for(OrdersEnded)).again == [0, 1] and made.trainer.model_version == 0
-
-
 async def test_failure_of_all_engines_points_to_the_trainer_and_the_transport(tmp_path):
     async with room(tmp_path) as made:
         await made.begin()
@@ -464,20 +454,6 @@ async def test_checkpoint_contains_the_state_to_resume_from(tmp_path):
         assert again.model_version == 1
 
 
-async def test_directive_that_the_controller_sends_twice_is_applied_once(tmp_path):
-    async with room(tmp_path) as made:
-        await made.begin(publish_to=[ENGINE])
-        await made.begin(publish_to=[ENGINE])
-        await made.roll_out(0, 1)
-        await made.wait_for(StepDone)
-        for _ in range(2):
-            await made.say("e1-step-1", publish_to=[ENGINE], failed=[5])
-        await made.roll_out(2, 3)
-        done = await made.wait_for(StepDone, 2)
-        assert (done.consumed.failed, done.consumed.trained) == (1, 4)
-        assert made.engines.taken == [(1, 0, 1), (1, 1, 1)]
-
-
 async def test_trainer_that_waits_for_rollouts_publishes_to_joining_engines_and_obeys_a_stop_directive(tmp_path):
     async with room(tmp_path) as made:
         await made.begin()
@@ -552,14 +528,6 @@ async def test_directive_for_a_later_trainer_epoch_ends_this_trainer_with_a_fenc
         with pytest.raises(FencedError, match="epoch 2 has taken over from epoch 1"):
             await made.ended()
         assert made.engines.taken == []
-
-
-async def test_trainer_ignores_directives_for_an_earlier_trainer_epoch(tmp_path):
-    async with room(tmp_path) as made:
-        await made.begin(epoch=3)
-        await made.say("stop-e2", epoch=2, stop=True)
-        await made.roll_out(0, 1)
-        assert (await made.wait_for(StepDone)).epoch == 3
 
 
 @pytest.mark.parametrize("culprit", ["controller", "actors"])

@@ -184,23 +184,6 @@ def test_tokens_of_a_branching_episode_have_together_the_weight_of_one_rollout()
     np.testing.assert_allclose(totals, [1 / 6] * 3 + [1 / 4] * 2, rtol=1e-6)
 
 
-def test_packed_tokens_of_branching_episodes_keep_their_model_version_and_behavior_logprob():
-    (its,) = batch_of([replace(group(0), rollouts=(forked(), linear()))], resolve("grpo")).micro_batches
-    assert its.behavior_versions is not None
-    mask, versions = its.loss_mask, its.behavior_versions
-    tokens = Counter(zip(its.token_ids[mask].tolist(), versions[mask].tolist(), strict=True))
-    expected = [
-        (token, span.model_version)
-        for one in (forked(), linear())
-        for turn in one.turns
-        for span in turn.spans
-        for token in turn.token_ids.tolist()
-    ]
-    assert tokens == Counter(expected)
-    np.testing.assert_array_equal(its.behavior_logprobs, np.where(its.loss_mask, np.float32(-2.0), 0))
-    assert not its.behavior_versions[~its.loss_mask].any()
-
-
 def test_turn_credit_gives_the_tokens_of_a_turn_its_reward_to_go_in_whichever_segment_they_train():
     objective = resolve({"preset": "dr_grpo", "adv": {"credit": "turns"}}, max_tokens=8)
     tree = (ROOT, 0, 0, ROOT)

@@ -14,9 +14,7 @@ from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, random_decod
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from pipelinerl.training.passes import ForwardPasses
 from pipelinerl.training.step import Critic
-from pipelinerl.types import ROOT
 from tests.fakes.batches import batch_of, random_group, step_on
-from tests.fakes.rollouts import as_roots, episode, group
 from trainer_contract.types import Device, Head, TrainerSpec
 
 VOCAB = 24
@@ -85,30 +83,3 @@ def test_torch_gradient_is_invariant_to_packing_splitting_and_order(choice, step
         for name, gradient in got.items():
             tolerance = 1e-6 * max(1.0, float(scale[name.split()[0]]))
             np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=tolerance, err_msg=name)
-
-
-def episodes(stored=lambda one: one):
-    """Return two groups of three episodes: linear, with two replies to one answer, and with two conversations."""
-    draw, made = rng.generator(5, "torch_episodes"), []
-    for index in range(2):
-        rollouts = []
-        for parents, reward in (((), 0.0), ((ROOT, 0, 0, 2), 1.0), ((ROOT, ROOT, 0, 1), float(draw.uniform()))):
-            turns = [
-                (draw.integers(0, VOCAB, int(draw.integers(2, 6))), draw.integers(0, VOCAB, int(draw.integers(1, 9))))
-                for _ in range(4)
-            ]
-            one = episode([(c.tolist(), s.tolist()) for c, s in turns], parents, reward=reward, logprob=-3.0)
-            rollouts.append(stored(one))
-        made.append(replace(group(index), rollouts=tuple(rollouts)))
-    return made
-
-
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_torch_gradient_does_not_depend_on_whether_episodes_are_stored_as_trees_or_separate_paths(choice, step):
-    expected = gradients(step, choice, budget=10_000, of=episodes())
-    assert all(gradient.abs().max() > 0 for name, gradient in expected.items() if name.endswith("norm.weight"))
-    for stored, budget in ((as_roots, 10_000), (as_roots, 1), (lambda one: one, 60)):
-        got = gradients(step, choice, budget=budget, of=episodes(stored))
-        assert got.keys() == expected.keys()
-        for name, gradient in got.items():
-            np.testing.assert_allclose(gradient, expected[name], rtol=1e-4, atol=1e-6, err_msg=name)

@@ -64,13 +64,3 @@ def test_parts_of_weights_received_by_many_threads_give_the_same_bytes_and_diges
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(lambda part, made=received: land(made, part), parts))
         assert received.digest() == DIGEST and np.array_equal(buffer, DATA)
-
-
-def test_receiving_a_single_shard_gives_its_own_digest_and_leaves_other_bytes_unchanged():
-    buffer = np.full(len(DATA), 255, np.uint8)
-    received = ReceiveBuffer(buffer, shards=[[(100, 300), (600, 1000)]], on_progress=lambda _: None)
-    for part in received.missing(0, part_bytes=64)[::-1]:
-        land(received, part)
-    mine = np.concatenate([DATA[100:300], DATA[600:]])
-    assert received.digest() == xxhash.xxh3_128(mine.tobytes()).hexdigest()
-    assert np.array_equal(buffer[600:], DATA[600:]) and (buffer[:100] == 255).all() and (buffer[300:600] == 255).all()

@@ -1,7 +1,5 @@
 """Snapshots of weights, in a directory or at a URL: reading a snapshot gives the saved bytes or an error."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -44,16 +42,6 @@ def test_newest_weight_snapshots_are_kept_and_read_back_bit_for_bit(place):
     into = np.zeros(LAYOUT.num_bytes, np.uint8)
     SnapshotStore(place).read(first, into)
     assert np.array_equal(into, flat(10))
-
-
-def test_saving_a_weight_version_again_replaces_its_snapshot(place):
-    store = SnapshotStore(place)
-    save(store, (1, 1))
-    store.save(replace(snapshot_of((1, 2)), key=(1, 1)), flat(2))
-    (snapshot,) = store.newest()
-    into = np.zeros(LAYOUT.num_bytes, np.uint8)
-    store.read(snapshot, into)
-    assert np.array_equal(into, flat(2))
 
 
 def test_snapshots_of_all_shards_together_form_the_whole_weight_version(place):

@@ -50,18 +50,6 @@ def test_repeated_announcement_or_completion_of_an_upload_has_no_effect():
         announce(table, 1, layout=WIDER)
 
 
-def test_full_parameter_server_rejects_a_version_and_names_the_engines_that_need_older_versions():
-    table = VersionTable(room=2)
-    publish(table, 1, a=None, b=None)
-    publish(table, 2, a=(1, 1), b=None)
-    with pytest.raises(Overloaded, match=r"all 2 versions are still needed: 1\.1 is held for b \(at none\)"):
-        announce(table, 3, a=(1, 2), b=None)
-    table.confirm(1, {"a": (1, 2), "b": (1, 2)})
-    assert held(table) == [(1, 2)]
-    announce(table, 3, a=(1, 2), b=(1, 2))
-    assert held(table) == [(1, 2), (1, 3)]
-
-
 def test_memory_of_dropped_versions_is_reused_but_memory_of_unfinished_uploads_is_not():
     table = VersionTable(room=2)
     first = publish(table, 1).segment
@@ -147,16 +135,6 @@ def test_version_may_be_dropped_once_all_engines_and_replicas_have_newer_ones_an
     whole, progress, collected
 ):
     assert collectable(whole, progress, epoch=1, in_use=set()) == collected
-
-
-def test_versions_of_an_earlier_epoch_may_be_dropped_although_engines_lack_newer_versions():
-    whole, progress = {(1, 8), (1, 9)}, {"a": (1, 8), "b": None}
-    assert collectable(whole, progress, epoch=1, in_use=set()) == set()
-    assert holders(whole, progress, epoch=1, in_use=set()) == ["1.8 is held for a (at 1.8), b (at none)"]
-    assert collectable(whole, progress, epoch=2, in_use=set()) == {(1, 8)}, (
-        "the newest version must stay, for members that lack it"
-    )
-    assert collectable(whole | {(2, 3)}, progress, epoch=2, in_use=set()) == {(1, 8), (1, 9)}
 
 
 @given(histories, st.integers(1, 4))

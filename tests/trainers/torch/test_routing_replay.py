@@ -8,7 +8,6 @@ import pytest
 from pipelinerl.models import torch_routers
 from pipelinerl.objective.presets import resolve
 from pipelinerl.rng import generator
-from pipelinerl.trainers.ranks.commands import decode_batch, encode_batch
 from tests.fakes.torch_trainers import gradients, started
 from trainer_contract.errors import BatchError
 from trainer_contract.types import Head, MicroBatch
@@ -100,9 +99,3 @@ def test_routing_that_cannot_be_replayed_is_rejected(model_path, micro_batch):
     ):
         with pytest.raises(BatchError, match=message):
             trainer.backward([replace(batch, routed_experts=wrong)], OBJECTIVE)
-
-
-def test_routed_experts_are_unchanged_after_encoding_for_other_ranks_and_decoding(micro_batch):
-    batch = micro_batch((4, 3))
-    batch = replace(batch, routed_experts=chosen_at_random(batch))
-    np.testing.assert_array_equal(decode_batch(encode_batch(batch)).routed_experts, batch.routed_experts)

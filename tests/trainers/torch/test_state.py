@@ -40,10 +40,6 @@ def test_state_shards_load_on_any_number_of_processes(saved, loaded, tmp_path):
             assert [part.shape[1:] for part in parts] == [expected.shape[1:]] * loaded
 
 
-def test_directory_without_shard_files_is_read_as_an_unsharded_state(tmp_path):
-    assert ShardFiles.of(tmp_path) is None
-
-
 def test_missing_or_damaged_state_shards_are_rejected(tmp_path):
     written(tmp_path, 2)
     folder = tmp_path / "shards"

@@ -157,16 +157,6 @@ def test_gathered_weights_share_memory_with_the_model_and_contain_tied_weights_o
         assert gathered[name].data_ptr() == parameter.data_ptr() and not gathered[name].requires_grad
 
 
-def test_saved_model_is_a_regular_hugging_face_directory(model_path, micro_batch, tmp_path):
-    trainer = started(model_path("gpt2"))
-    trainer.backward([micro_batch()], OBJECTIVE)
-    trainer.optimizer_step(learning_rate=1e-2)
-    trainer.save_state(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, dict(trainer.gather_weights())[name])
-
-
 def test_torch_trainer_rejects_states_of_other_models_and_incomplete_states(model_path, tmp_path, micro_batch):
     trainer = started(model_path("qwen2"))
     trainer.backward([micro_batch()], OBJECTIVE)

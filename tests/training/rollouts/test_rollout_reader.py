@@ -17,7 +17,7 @@ from pipelinerl.messages import (
 )
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import encode_group
-from pipelinerl.streams.stream import DEAD_LETTERS, START, parse_id
+from pipelinerl.streams.stream import DEAD_LETTERS, parse_id
 from pipelinerl.training.rollouts import rollout_reader
 from pipelinerl.training.rollouts.rollout_reader import ControllerLink, RolloutReader
 from tests.fakes.directives import directive
@@ -132,13 +132,6 @@ async def test_restarted_trainer_ignores_controller_directives_sent_before_its_s
     await stream.append(DIRECTIVES, [encode(directive("ready-new"))])
     assert [order.answers for order in await reader.read_directives(block_s=0.0)] == ["ready-new"]
     assert (await reader.read(block_s=0.0)).directives == []
-
-
-async def test_first_rollout_reader_stores_an_identity_of_the_stream_server_that_later_ones_read(stream):
-    first, second = await started(stream), await started(stream)
-    names = [safe(reader)["identity"] for reader in (first, second)]
-    assert names[0] == names[1]
-    assert len(await stream.read({"identity": START}, count=9, block_s=0)) == 1
 
 
 READY = TrainerReady(report_id="ready-me", incarnation="me", model_version=0, consumed=ConsumedReport())

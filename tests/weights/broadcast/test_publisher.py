@@ -113,16 +113,6 @@ async def serving(control, url):
     return health.epoch, health.model_version
 
 
-async def test_all_engines_serve_the_broadcast_weights(publisher, control, engines):
-    report = await publisher.publish(publication(1, engines))
-    assert report.failed == {} and set(report.pauses_s) == set(engines)
-    assert [await serving(control, url) for url in engines] == [(1, 1), (1, 1)]
-    one, two = [await greedy(control, url) for url in engines]
-    assert one == two
-    card = (await control.client.models(engines[0])).data[0]
-    assert card.digest == report.digest
-
-
 async def test_new_weight_group_is_formed_if_the_set_of_engines_changes(publisher, control, engines):
     await publisher.publish(publication(1, engines[:1]))
     await publisher.publish(publication(2, engines, membership=2))

@@ -128,19 +128,14 @@ class SampledTokens:
         """Return for each cause the mask of its tokens, bool [N]; the trainer's weights have version `held_version`."""
         same = self.versions == held_version
         own = same & (self.turn_versions == held_version)
-        own_cause = (
-            Cause.TRUNCATION if _is_truncated(self.logprobs[own], self.behavior_logprobs[own]) else Cause.NUMERICS
-        )
-        return {own_cause: own, Cause.CACHE: same & ~own, Cause.STALENESS: ~same}
-
-
-def _is_truncated(ours: Float32, theirs: Float32) -> bool:
-    """Return True if the sampler's log-probs [N] exceed the trainer's as those of a truncated distribution do."""
-    if ours.size < _ENOUGH:
-        return False
-    difference = theirs.astype(np.float64) - ours
-    mean = float(np.abs(difference).mean())
-    return mean > _TRUNCATES and float(difference.mean()) > _ONE_SIDED * mean
+        cause = Cause.NUMERICS
+        if own.sum() >= _ENOUGH:
+            # The sampler's log-probs of a truncated distribution exceed the trainer's.
+            difference = self.behavior_logprobs[own].astype(np.float64) - self.logprobs[own]
+            mean = float(np.abs(difference).mean())
+            if mean > _TRUNCATES and float(difference.mean()) > _ONE_SIDED * mean:
+                cause = Cause.TRUNCATION
+        return {cause: own, Cause.CACHE: same & ~own, Cause.STALENESS: ~same}
 
 
 def sampled_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float32]) -> SampledTokens | None:

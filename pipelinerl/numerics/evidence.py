@@ -151,7 +151,8 @@ class EngineEvidence:
         self._tested = np.append(self._tested, np.round(ours[chosen], 4))
         x = deviations(theirs, ours)[chosen]
         before = self.logprobs.log_evidence
-        alarm = self.logprobs.add(_log_bets(self._p_values(x)))
+        (q, e), logs = _BETS.T[:, :, None], np.log(self._p_values(x))
+        alarm = self.logprobs.add(np.log(1 - q + q * e * np.exp((e - 1) * logs)))
         self.is_suspicious = self.logprobs.log_evidence - before > math.log(_SUSPICIOUS)
         if alarm is not None:
             beyond = np.flatnonzero(x[: alarm + 1] > SLACK * self.growth * self._baseline[-1])
@@ -178,9 +179,3 @@ class EngineEvidence:
         tail = np.minimum(1.0, largest / np.maximum(given, largest))
         bounded: Floats = np.minimum(1.0, (m + 2 * np.sqrt(m)) / (n + 1)) * tail
         return bounded
-
-
-def _log_bets(p_values: Floats) -> Floats:
-    (q, e), logs = _BETS.T[:, :, None], np.log(p_values)
-    factors: Floats = np.log(1 - q + q * e * np.exp((e - 1) * logs))
-    return factors

@@ -60,7 +60,9 @@ def token_predictions(
     if hidden.shape[0] <= rows:
         return predict(head(hidden), token_ids, temperatures, measures)
     if isinstance(head, nn.Linear) and "forward" not in vars(head):
-        work = _Work(token_ids, temperatures, measures, rows, _product_dtype(hidden), predict)
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        work = _Work(token_ids, temperatures, measures, rows, dtype, predict)
         predictions: Tensor = _LinearHead.apply(hidden, head.weight, head.bias, work)
         return predictions
 
@@ -146,11 +148,6 @@ class _Sum:
             self.total.add_(torch.mm(left, right, out=self._product))
 
 
-def _product_dtype(hidden: Tensor) -> torch.dtype:
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-
-
 def _pieces(count: int, rows: int) -> Iterator[slice]:
     for start in range(0, count, rows):
         yield slice(start, start + rows)
@@ -166,20 +163,20 @@ def _predictions(
     if not measures:
         return logprobs[None]
     normaliser = torch.logsumexp(logits, dim=-1)
-    return torch.stack([logprobs, *(_measured(measure, logits, normaliser) for measure in measures)])
+    rows = [logprobs]
+    for measure in measures:
+        if measure is HeadMeasure.MEAN_LOGPROB:
+            rows.append(logits.mean(dim=-1) - normaliser)
+        else:
+            every = logits - normaliser[:, None]  # normaliser − Σ π·logits would suffer cancellation
+            rows.append(-(every.exp() * every).sum(dim=-1))
+    return torch.stack(rows)
 
 
 @cache
 def _compiled_predictions() -> Callable[[Tensor, Tensor, Tensor | None, tuple[HeadMeasure, ...]], Tensor]:
     # The vocabulary is too large for torch's online softmax; without this option, torch would warn about this.
     return torch.compile(_predictions, dynamic=True, options={"online_softmax": False})
-
-
-def _measured(measure: HeadMeasure, logits: Tensor, normaliser: Tensor) -> Tensor:
-    if measure is HeadMeasure.MEAN_LOGPROB:
-        return logits.mean(dim=-1) - normaliser
-    logprobs = logits - normaliser[:, None]  # more precise than normaliser − Σ π·logits, which suffers cancellation
-    return -(logprobs.exp() * logprobs).sum(dim=-1)
 
 
 def to_fp32(

@@ -107,7 +107,13 @@ def policy_loss(
     if not isinstance(objective, str | Mapping | PolicyObjective):
         raise UserError(f"objective must be a preset's name, a table or a PolicyObjective, got {objective!r}")
     chosen = objective if isinstance(objective, PolicyObjective) else resolve(objective, max_tokens=max_tokens)
-    _check_shapes(logprobs, columns, mask)
+    if len(logprobs.shape) != 2:
+        raise UserError(f"logprobs must be [B, T], rollouts by tokens, got the shape {tuple(logprobs.shape)}")
+    for name, column in {**columns, **({} if mask is None else {"mask": mask})}.items():
+        if name not in (*_COLUMNS, "mask"):
+            raise UserError(f"{name} is no column of an objective; expected any of {', '.join(_COLUMNS)}")
+        if tuple(np.shape(column)) != tuple(logprobs.shape):
+            raise UserError(f"{name} must have the shape of logprobs, {tuple(logprobs.shape)}, got {np.shape(column)}")
     num_rollouts, width = logprobs.shape
     inside = np.ones((num_rollouts, width), bool) if mask is None else _host(mask).astype(bool)
     valid = _per_rollout("judged", True if judged is None else judged, num_rollouts).astype(bool) & inside.any(axis=1)
@@ -166,16 +172,6 @@ def rollouts_loss(
         parts=Parts.of([one.parts for one in rollouts], np.array([one.reward for one in rollouts], np.float64)),
         **columns,
     )
-
-
-def _check_shapes(logprobs: Array, columns: Mapping[str, Any], mask: Any) -> None:
-    if len(logprobs.shape) != 2:
-        raise UserError(f"logprobs must be [B, T], rollouts by tokens, got the shape {tuple(logprobs.shape)}")
-    for name, column in {**columns, **({} if mask is None else {"mask": mask})}.items():
-        if name not in (*_COLUMNS, "mask"):
-            raise UserError(f"{name} is no column of an objective; expected any of {', '.join(_COLUMNS)}")
-        if tuple(np.shape(column)) != tuple(logprobs.shape):
-            raise UserError(f"{name} must have the shape of logprobs, {tuple(logprobs.shape)}, got {np.shape(column)}")
 
 
 def _per_rollout(name: str, values: Any, num_rollouts: int) -> np.ndarray:

@@ -139,8 +139,12 @@ class EngineProofs:
             if evidence is not None:
                 wrong = evidence.add(theirs[:_MOST_TOKENS], ours[:_MOST_TOKENS])
                 if wrong is not None:
-                    answers = _whole_rollouts(accumulated, url, version)
-                    fault = f"; {self.fault(version, self._compared(answers))}" if answers else ""
+                    fault = ""
+                    if answers := _whole_rollouts(accumulated, url, version):
+                        batch = alone(answers)
+                        its, mask = self.score(batch), batch.loss_mask
+                        compared = Compared(tuple(answers), batch.behavior_logprobs[mask], its[mask])
+                        fault = f"; {self.fault(version, compared)}"
                     failures[url] = self._failed(
                         url,
                         f"the log-probs of its rollouts differ from the trainer's at version {version} more than they "
@@ -177,10 +181,6 @@ class EngineProofs:
         batch = alone([replace(each, temperature=each.temperature * a) for a in (*TILTS, 1.0) for each in rollouts])
         scored = self._shared(self.trainer, batch)[batch.loss_mask].reshape(len(TILTS) + 1, -1)
         return scored[:-1], scored[-1]
-
-    def _compared(self, rollouts: Sequence[Rollout]) -> Compared:
-        batch = alone(rollouts)
-        return Compared(tuple(rollouts), batch.behavior_logprobs[batch.loss_mask], self.score(batch)[batch.loss_mask])
 
     def _scored(self, rollouts: Sequence[Rollout], weights: HostWeights | None = None) -> Float32:
         batch = alone(rollouts)

@@ -246,7 +246,13 @@ class Publishing:
             failures |= (await self._in_worker(lambda: self._judged(version, CanaryFindings(), more, more=True)))[1]
         for url in [*findings.worst, *(again.worst.keys() - failures.keys() - again.failed.keys())]:
             self._owed.pop((url, report.epoch, version), None)
-        overdue, self._is_checking = self._note_silence(again.failed, report), False
+        # Disprove what engines sampled that have owed an answer for too long.
+        now, self._is_checking = time.monotonic(), False
+        self._silent = {url: self._silent.get(url, now) for url in again.failed}
+        overdue = {url: why for url, why in again.failed.items() if now - self._silent[url] >= _PROOF_S}
+        for url, why in overdue.items():
+            del self._silent[url]
+            self._disprove(url, report, f"no proof within {_PROOF_S:g} s: {why}")
         if joining or overdue:
             await self._link.report(
                 CanaryChecked(
@@ -261,16 +267,6 @@ class Publishing:
             )
         if failures:
             await self._report_failures(report, failures, of=len(others))
-
-    def _note_silence(self, failed: Mapping[str, str], report: PublishReport) -> dict[str, str]:
-        """Return the engines that have owed an answer for too long, and why; disprove what they sampled."""
-        now = time.monotonic()
-        self._silent = {url: self._silent.get(url, now) for url in failed}
-        overdue = {url: why for url, why in failed.items() if now - self._silent[url] >= _PROOF_S}
-        for url, why in overdue.items():
-            del self._silent[url]
-            self._disprove(url, report, f"no proof within {_PROOF_S:g} s: {why}")
-        return overdue
 
     def _judged(
         self,

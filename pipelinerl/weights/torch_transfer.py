@@ -175,7 +175,10 @@ def convert(sent: Any, wire: WeightLayout, *, into: Any, layout: WeightLayout) -
             continue
         old, new = sent_as.dtype.itemsize, kept.dtype.itemsize
         for start in range(0, values.numel() // old, _BLOCK):
-            block = _elements(values[start * old : (start + _BLOCK) * old], sent_as)
+            part = values[start * old : (start + _BLOCK) * old]
+            if part.storage_offset() % old:  # mixed dtypes in the layout leave parameters unaligned
+                part = part.clone()
+            block = part.view(getattr(torch, sent_as.dtype.value))
             made = block.to(getattr(torch, kept.dtype.value))
             if kept.dtype is DType.FLOAT16 and bool((made.isinf() & block.isfinite()).any()):
                 largest = block[block.isfinite()].abs().max().item()
@@ -189,9 +192,3 @@ def convert(sent: Any, wire: WeightLayout, *, into: Any, layout: WeightLayout) -
 def _parts(buffer: Tensor, layout: WeightLayout) -> Iterator[tuple[ParameterSpec, Tensor]]:
     for spec, end in zip(layout.parameters, layout.ends, strict=True):
         yield spec, buffer[end - spec.num_bytes : end]
-
-
-def _elements(part: Tensor, spec: ParameterSpec) -> Tensor:
-    """View a parameter's bytes as elements; copy them first if mixed dtypes in the layout left them unaligned."""
-    aligned = part if part.storage_offset() % spec.dtype.itemsize == 0 else part.clone()
-    return aligned.view(getattr(torch, spec.dtype.value))

@@ -31,7 +31,6 @@ from pipelinerl.plugins.parameter_server.connection import ServerClient, Version
 from pipelinerl.plugins.parameter_server.shared_memory import (
     Access,
     Attachments,
-    Part,
     ReceiveBuffer,
     SharedMemoryAddress,
 )
@@ -66,15 +65,19 @@ class WeightPuller:
             together = replace(order, given_up=others_failed)
             shards = [partial(self._bring_shard, together, buffer, number) for number in range(len(order.shards))]
             _run_together(shards, order, cancel=others_failed.set)
-            try:
-                return _agreed(order, buffer)
-            except DigestMismatch:
-                # It is unknown which server sent the wrong bytes, so fetch all shards again, each from the next server
-                # on its list.
-                rest = [replace(shard, sources=shard.sources[1:] or shard.sources) for shard in order.shards]
-                if all(len(shard.sources) == 1 for shard in order.shards):
-                    raise
-                order = replace(order, shards=tuple(rest))
+            digest = buffer.digest()
+            if digest == order.digest:
+                return digest
+            if all(len(shard.sources) == 1 for shard in order.shards):
+                raise DigestMismatch(
+                    f"version {order.epoch}.{order.version}: digest must be {order.digest}, received {digest}; the old "
+                    "weights still serve",
+                    param="digest",
+                )
+            # It is unknown which server sent the wrong bytes, so fetch all shards again, each from the next server on
+            # its list.
+            rest = [replace(shard, sources=shard.sources[1:] or shard.sources) for shard in order.shards]
+            order = replace(order, shards=tuple(rest))
 
     def _bring_shard(self, order: PullOrder, buffer: ReceiveBuffer, number: int) -> None:
         failures: dict[str, UpdateError | DeadlineError | ContractError] = {}
@@ -112,17 +115,6 @@ class WeightPuller:
             client.close()
 
 
-def _agreed(order: PullOrder, buffer: ReceiveBuffer) -> str:
-    digest = buffer.digest()
-    if digest != order.digest:
-        raise DigestMismatch(
-            f"version {order.epoch}.{order.version}: digest must be {order.digest}, received {digest}; the old weights "
-            "still serve",
-            param="digest",
-        )
-    return digest
-
-
 def _copy_shard(source: NDArray[np.uint8], order: PullOrder, buffer: ReceiveBuffer, shard: int) -> None:
     """Copy the shard's missing parts from a server's shared memory, which is mapped in this process."""
     if len(source) != buffer.num_bytes:
@@ -138,6 +130,17 @@ def _stream_shard(url: str, token: str | None, order: PullOrder, buffer: Receive
     """Fetch the shard's missing parts by HTTP over parallel streams, each with its own connection and thread."""
     parts = deque(buffer.missing(shard, part_bytes=_HTTP_PART_BYTES))
     clients = [ServerClient(url, token=token) for _ in range(min(_STREAMS, len(parts)))]
+    path = routes.WEIGHTS.format(epoch=order.epoch, version=order.version)
+
+    def stream(client: ServerClient) -> None:
+        while True:
+            try:
+                part = parts.popleft()
+            except IndexError:
+                return
+            memory = buffer.memory(part)
+            client.read(path, memory.data, part[0], deadline=order.deadline)
+            buffer.landed(part, memory)
 
     def cut() -> None:
         parts.clear()
@@ -145,22 +148,10 @@ def _stream_shard(url: str, token: str | None, order: PullOrder, buffer: Receive
             client.cut()
 
     try:
-        _run_together([partial(_stream, client, parts, order, buffer) for client in clients], order, cancel=cut)
+        _run_together([partial(stream, client) for client in clients], order, cancel=cut)
     finally:
         for client in clients:
             client.close()
-
-
-def _stream(client: ServerClient, parts: deque[Part], order: PullOrder, buffer: ReceiveBuffer) -> None:
-    path = routes.WEIGHTS.format(epoch=order.epoch, version=order.version)
-    while True:
-        try:
-            part = parts.popleft()
-        except IndexError:
-            return
-        memory = buffer.memory(part)
-        client.read(path, memory.data, part[0], deadline=order.deadline)
-        buffer.landed(part, memory)
 
 
 def _run_together(fetches: Sequence[Callable[[], None]], order: PullOrder, *, cancel: Callable[[], None]) -> None:

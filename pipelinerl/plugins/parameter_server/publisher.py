@@ -94,28 +94,26 @@ class PullPublisher:
         async with self._turn:
             progress = PublicationProgress(publication)
             try:
-                await self._attempts(progress)
+                for attempt in range(1, _ATTEMPTS + 1):
+                    try:
+                        uploaded = await self._uploaded(progress)
+                    except UpdateError as error:
+                        if attempt == 1:
+                            raise NotUploaded(str(error)) from error
+                        # The engines that an earlier attempt has not served lost their parameter server, and are not
+                        # at fault.
+                        progress.blameless |= set(progress.targets)
+                        progress.failed |= dict.fromkeys(progress.targets, str(error))
+                        break
+                    await self._serve(progress, uploaded, is_last=attempt == _ATTEMPTS)
+                    if not progress.targets:
+                        break
             finally:
                 await self._confirm(progress)
             return progress.report()
 
     async def close(self) -> None:
         self._placement.close()
-
-    async def _attempts(self, progress: PublicationProgress) -> None:
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                uploaded = await self._uploaded(progress)
-            except UpdateError as error:
-                if attempt == 1:
-                    raise NotUploaded(str(error)) from error
-                # The engines that an earlier attempt has not served lost their parameter server, and are not at fault.
-                progress.blameless |= set(progress.targets)
-                progress.failed |= dict.fromkeys(progress.targets, str(error))
-                return
-            await self._serve(progress, uploaded, is_last=attempt == _ATTEMPTS)
-            if not progress.targets:
-                return
 
     async def _uploaded(self, progress: PublicationProgress) -> Uploaded:
         publication, began = progress.publication, time.monotonic()

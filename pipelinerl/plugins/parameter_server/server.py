@@ -46,13 +46,13 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from inference_contract import routes
 from inference_contract.errors import ContractError, DeadlineExceeded, DigestMismatch, InvalidRequest
 from pipelinerl.errors import CheckpointError, PipelineError
 from pipelinerl.observability.status import PROMETHEUS_TYPE, prometheus_text
-from pipelinerl.plugins.parameter_server import connection, connection as wire
+from pipelinerl.plugins.parameter_server import connection as wire
 from pipelinerl.plugins.parameter_server.download import WeightPuller
 from pipelinerl.plugins.parameter_server.version_table import (
     SnapshotStore,
@@ -130,7 +130,14 @@ class ParameterServer:
         trainer may write again.
         """
         with self.table.using(key) as version:
-            digest = version.digest or await asyncio.wrap_future(in_background("seal", lambda: _digest(version)))
+
+            def written() -> str:
+                digest = WeightDigest()
+                for start, end in version.ranges:
+                    digest.update(version.segment.bytes[start:end])
+                return digest.hexdigest()
+
+            digest = version.digest or await asyncio.wrap_future(in_background("seal", written))
             if digest != seal.digest:
                 raise DigestMismatch(
                     f"version {named(key)}: digest must be {seal.digest}, the bytes written have {digest}",
@@ -182,13 +189,6 @@ class ParameterServer:
             self._saved = key
 
 
-def _digest(version: Version) -> str:
-    digest = WeightDigest()
-    for start, end in version.ranges:
-        digest.update(version.segment.bytes[start:end])
-    return digest.hexdigest()
-
-
 # --- HTTP --------------------------------------------------------------------------------------------------------
 
 
@@ -205,18 +205,7 @@ def create_app(server: ParameterServer, *, token: str | None) -> FastAPI:
 
     app = FastAPI(title="pipelinerl parameter server", lifespan=lifespan, openapi_url=None)
     app.get(routes.HEALTH)(lambda: {"state": "ready"})
-    _add_versions(app, server)
-    # Endpoints that are objects, not functions, are ASGI applications to Starlette: no request object is built.
-    app.router.routes.append(Route(routes.WEIGHTS, _Read(server.table), methods=["GET"]))
-    app.router.routes.append(Route(routes.WEIGHTS, _Write(server.table), methods=["PUT"]))
-    app.add_exception_handler(ContractError, _refused)
-    app.add_exception_handler(PipelineError, _failed)
-    refuse_in_one_shape(app)
-    guard(app, token=token, puts=BodyRule.STREAMED)
-    return app
 
-
-def _add_versions(app: FastAPI, server: ParameterServer) -> None:
     @app.get(routes.METRICS)
     async def metrics() -> Response:
         state = server.state()
@@ -230,39 +219,46 @@ def _add_versions(app: FastAPI, server: ParameterServer) -> None:
         }
         return Response(prometheus_text(figures, prefix="pipelinerl_parameter_server"), media_type=PROMETHEUS_TYPE)
 
-    @app.get(connection.VERSIONS)
+    @app.get(wire.VERSIONS)
     async def state() -> wire.ServerState:
         return server.state()
 
-    @app.post(connection.VERSIONS)
+    @app.post(wire.VERSIONS)
     async def announce(announcement: wire.Announcement) -> wire.VersionRecord:
         return server.table.announce(announcement).record()
 
-    @app.get(connection.VERSION)
+    @app.get(wire.VERSION)
     async def record(epoch: int, version: int) -> wire.VersionRecord:
         return server.table.whole((epoch, version)).record()
 
-    @app.post(connection.COPY)
+    @app.post(wire.COPY)
     async def copy(epoch: int, version: int, order: wire.CopyOrder) -> wire.VersionRecord:
         return await server.copy((epoch, version), order)
 
-    @app.post(connection.SEAL)
+    @app.post(wire.SEAL)
     async def seal(epoch: int, version: int, seal: wire.Seal) -> wire.VersionRecord:
         return await server.seal((epoch, version), seal)
 
-    @app.post(connection.PROGRESS)
+    @app.post(wire.PROGRESS)
     async def progress(report: wire.ProgressReport) -> wire.ServerState:
         server.table.confirm(report.epoch, report.progress)
         return server.state()
 
+    # Endpoints that are objects, not functions, are ASGI applications to Starlette: no request object is built.
+    app.router.routes.append(Route(routes.WEIGHTS, _Read(server.table), methods=["GET"]))
+    app.router.routes.append(Route(routes.WEIGHTS, _Write(server.table), methods=["PUT"]))
 
-async def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ContractError)
-    return JSONResponse(error.to_wire(), error.status)
+    @app.exception_handler(ContractError)
+    async def refused(_: Request, error: ContractError) -> Response:
+        return JSONResponse(error.to_wire(), error.status)
 
+    @app.exception_handler(PipelineError)
+    async def failed(_: Request, error: PipelineError) -> Response:
+        return refusal(502, str(error), code="failed")
 
-async def _failed(_: Request, error: Exception) -> Response:
-    return refusal(502, str(error), code="failed")
+    refuse_in_one_shape(app)
+    guard(app, token=token, puts=BodyRule.STREAMED)
+    return app
 
 
 class _Read:
@@ -304,10 +300,17 @@ class _Write:
             size = version.layout.num_bytes
             named_range = Headers(scope=scope).get("content-range", f"bytes 0-{size - 1}/{size}")
             at, end = _range(named_range, rf"bytes (\d{{1,18}})-(\d{{1,18}})/{size}", version)
-            deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S + (end - at) / LEAST_BYTES_PER_S
-            more = True
+            clock, more = asyncio.get_running_loop().time, True
+            deadline = clock() + BODY_TIMEOUT_S + (end - at) / LEAST_BYTES_PER_S
             while more:
-                message = await _in_time(receive, deadline)
+                try:
+                    async with asyncio.timeout_at(min(deadline, clock() + BODY_TIMEOUT_S)):
+                        message = await receive()
+                except TimeoutError:
+                    raise DeadlineExceeded(
+                        f"no byte of the body arrived for {BODY_TIMEOUT_S:g} s, or fewer than {LEAST_BYTES_PER_S} per "
+                        "second"
+                    ) from None
                 if message["type"] == "http.disconnect":
                     return
                 chunk, more = message.get("body", b""), message.get("more_body", False)
@@ -318,16 +321,6 @@ class _Write:
             if at != end:
                 raise InvalidRequest(f"{end - at} bytes of the range up to {end} did not arrive")
         await Response(status_code=204)(scope, receive, send)
-
-
-async def _in_time(receive: Receive, deadline: float) -> Message:
-    try:
-        async with asyncio.timeout_at(min(deadline, asyncio.get_running_loop().time() + BODY_TIMEOUT_S)):
-            return await receive()
-    except TimeoutError:
-        raise DeadlineExceeded(
-            f"no byte of the body arrived for {BODY_TIMEOUT_S:g} s, or fewer than {LEAST_BYTES_PER_S} per second"
-        ) from None
 
 
 def _key(scope: Scope) -> wire.Key:

@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 
 from inference_contract import routes
 from inference_contract.errors import ContractError, DigestMismatch, NotPrepared, Overloaded, StaleVersion
-from inference_contract.weights import WeightLayout
 from pipelinerl.errors import DeadlineError, FencedError, PipelineError, ServerLost, UpdateError
 from pipelinerl.plugins.parameter_server import connection
 from pipelinerl.plugins.parameter_server.connection import (
@@ -123,7 +122,9 @@ class Uploader:
                 time.sleep(_AGAIN_S)
 
     def _uploaded(self, publication: Publication, progress: dict[str, Key | None], deadline: float) -> Uploaded:
-        key, cut = (publication.epoch, publication.version), self._bucket_bytes(publication.layout)
+        key, cut = (publication.epoch, publication.version), BUCKET_BYTES
+        if self._shards > 1:
+            cut = max(1, min(cut, publication.layout.num_bytes // (self._shards * _BUCKETS_PER_SHARD)))
         answers = self._announced(publication, cut, progress, deadline)
         failed = _failures(answers)
         records = [self._first(number, answers) for number in range(self._shards)]
@@ -131,9 +132,9 @@ class Uploader:
         unsealed = {number: first for number, first in enumerate(records) if first[1].digest is None}
         digests = {number: record.digest for number, (_, record) in enumerate(records) if record.digest is not None}
         if unsealed:
-            poured = self._poured(publication, cut, unsealed, deadline)
-            digests |= poured.digests
-            known |= {poured.whole}
+            whole, written = self._poured(publication, cut, unsealed, deadline)
+            digests |= written
+            known |= {whole}
         if len(known) > 1:
             raise UpdateError(f"version {named(key)} was uploaded before with other bytes, of digests {sorted(known)}")
         (whole,) = known
@@ -154,11 +155,6 @@ class Uploader:
         self._replicas = {url: key for url in self._clients if url not in failed}
         sources = tuple(tuple(url for url in self._replicas if self._shard_of[url] == n) for n in range(self._shards))
         return Uploaded(sources, cut, whole, failed)
-
-    def _bucket_bytes(self, layout: WeightLayout) -> int:
-        if self._shards == 1:
-            return BUCKET_BYTES
-        return max(1, min(BUCKET_BYTES, layout.num_bytes // (self._shards * _BUCKETS_PER_SHARD)))
 
     def _announced(
         self, publication: Publication, cut: int, progress: dict[str, Key | None], deadline: float
@@ -208,7 +204,7 @@ class Uploader:
 
     def _poured(
         self, publication: Publication, cut: int, to: Mapping[int, tuple[str, VersionRecord]], deadline: float
-    ) -> ShardsWritten:
+    ) -> tuple[str, dict[int, str]]:
         with ExitStack() as open_writers:
             writers = {}
             for number, (url, record) in to.items():
@@ -234,14 +230,6 @@ def _failures(answers: Mapping[str, object]) -> dict[str, str]:
     return {url: str(answer) for url, answer in answers.items() if isinstance(answer, Exception)}
 
 
-@dataclass(frozen=True, slots=True)
-class ShardsWritten:
-    """The digest of the whole version, and the digest of each shard that was written, by shard number."""
-
-    whole: str
-    digests: dict[int, str]
-
-
 def write_shards(
     publication: Publication,
     writers: Mapping[int, ShardWriter],
@@ -249,9 +237,10 @@ def write_shards(
     shards: int,
     bucket_bytes: int,
     deadline: float,
-) -> ShardsWritten:
-    """Write those shards that have a writer (by shard number), and seal them. Raises UpdateError if the trainer
-    deviates from its layout or a server is lost, a server's ContractError, or DeadlineError.
+) -> tuple[str, dict[int, str]]:
+    """Write those shards that have a writer (by shard number), and seal them; return the digests of the whole version
+    and of each. Raises UpdateError if the trainer deviates from its layout or a server is lost, a server's
+    ContractError, or DeadlineError.
     """
     from pipelinerl.weights.broadcast.collective import shared_tensor
     from pipelinerl.weights.broadcast.sender import packed
@@ -263,7 +252,11 @@ def write_shards(
     buffers = queue.LifoQueue[Memory]()
     for _ in range(len(writers) + 1):
         buffers.put(np.empty(largest, np.uint8))
-    owners = _owners(layout, shards, bucket_bytes)
+    inorder = sorted(
+        (*held, number) for number, ranges in enumerate(layout.shards(shards, bucket_bytes)) for held in ranges
+    )
+    ends = [end for _, end, _ in inorder]
+    owners = {start: inorder[bisect_right(ends, start)][2] for start, _ in bounds}
     lent: Memory | None = None
 
     def room(start: int, end: int) -> Any:
@@ -295,7 +288,7 @@ def write_shards(
             raise DeadlineError(f"the weights were not gathered in time: {end} of {layout.num_bytes} bytes")
     digest = whole.hexdigest()
     sealing = {number: writer.seal(digest) for number, writer in writers.items()}
-    return ShardsWritten(digest, {number: sealed.result() for number, sealed in sealing.items()})
+    return digest, {number: sealed.result() for number, sealed in sealing.items()}
 
 
 class ShardWriter:
@@ -334,7 +327,11 @@ class ShardWriter:
             try:
                 if before is not None:
                     before.result()
-                self._write(memory, start)
+                if self._digest is not None:
+                    self._digest.update(memory)
+                if self.target is None:
+                    path = routes.WEIGHTS.format(epoch=self._record.epoch, version=self._record.version)
+                    self._client.write(path, memory.data, start, self._record.num_bytes, deadline=self._deadline)
             finally:
                 then()
 
@@ -353,18 +350,3 @@ class ShardWriter:
             return seal.digest
 
         return self._thread.submit(seal)
-
-    def _write(self, memory: Memory, start: int) -> None:
-        if self._digest is not None:
-            self._digest.update(memory)
-        if self.target is None:
-            path = routes.WEIGHTS.format(epoch=self._record.epoch, version=self._record.version)
-            self._client.write(path, memory.data, start, self._record.num_bytes, deadline=self._deadline)
-
-
-def _owners(layout: WeightLayout, shards: int, bucket_bytes: int) -> dict[int, int]:
-    inorder = sorted(
-        (*held, number) for number, ranges in enumerate(layout.shards(shards, bucket_bytes)) for held in ranges
-    )
-    ends = [end for _, end, _ in inorder]
-    return {start: inorder[bisect_right(ends, start)][2] for start, _ in layout.buckets(bucket_bytes)}

@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 import typer
@@ -167,27 +167,15 @@ def compare(first: str, second: str, files: Sequence[Path], console: Console, *,
             slots.add_row(ours.slot, Text(ours.formula), Text(theirs.formula))
     console.print(slots)
     console.print(f"equal: {', '.join(same) or 'no slot'}\n", highlight=False)
-    console.print(_side_by_side(pair, rollouts, shown))
-    console.print(
-        f"each column: {first} | {second}. weight is agg · is_weight; M is 0 where clipping removes the gradient; "
-        "gradient is dJ / d log π_θ of the token.",
-        highlight=False,
-    )
-    console.print(_summary((first, second), pair, rollouts), highlight=False)
-
-
-def _side_by_side(
-    pair: Sequence[PolicyObjective], rollouts: Sequence[ScoredRollout], shown: Collection[int] | None
-) -> Table:
+    rows = [factors(each, rollouts) for each in pair]
     table = Table(box=None, pad_edge=False)
     for name in ("group", "rollout", "reward", "t", "token", "π_θ/μ", "advantage", "weight", "M", "gradient"):
         table.add_column(name, justify="left" if name == "token" else "right", no_wrap=True)
-    for row, other in zip(*(factors(each, rollouts) for each in pair), strict=True):
+    for row, other in zip(*rows, strict=True):
         one = rollouts[row.rollout]
         if shown is not None and one.group not in shown:
             continue
         ratio = math.exp(one.logprobs[row.position] - one.behavior_logprobs[row.position])
-        weights = [each.agg * each.is_weight for each in (row, other)]
         table.add_row(
             str(one.group),
             str(row.rollout),
@@ -196,21 +184,25 @@ def _side_by_side(
             Text(repr(row.token)),
             f"{ratio:.3g}",
             f"{row.adv + 0.0:+.3f} | {other.adv + 0.0:+.3f}",
-            f"{weights[0]:.4f} | {weights[1]:.4f}",
+            f"{row.agg * row.is_weight:.4f} | {other.agg * other.is_weight:.4f}",
             f"{row.kept:d} | {other.kept:d}",
             f"{row.multiplier + 0.0:+.4f} | {other.multiplier + 0.0:+.4f}",
         )
-    return table
-
-
-def _summary(names: Sequence[str], pair: Sequence[PolicyObjective], rollouts: Sequence[ScoredRollout]) -> str:
-    slopes = [[row.multiplier for row in factors(each, rollouts)] for each in pair]
-    sizes = [math.sqrt(sum(slope * slope for slope in each)) for each in slopes]
-    trained = [sum(slope != 0.0 for slope in each) for each in slopes]
-    product = sum(a * b for a, b in zip(*slopes, strict=True))
-    cosine = f"{product / (sizes[0] * sizes[1]):.3f}" if all(sizes) else "undefined, since a gradient is 0"
-    counts = ", ".join(f"{name} trains {count}" for name, count in zip(names, trained, strict=True))
-    return f"of {len(slopes[0])} tokens {counts}; cosine of the two gradients: {cosine}"
+    console.print(table)
+    console.print(
+        f"each column: {first} | {second}. weight is agg · is_weight; M is 0 where clipping removes the gradient; "
+        "gradient is dJ / d log π_θ of the token.",
+        highlight=False,
+    )
+    ours, theirs = ([row.multiplier for row in each] for each in rows)
+    sizes = math.hypot(*ours) * math.hypot(*theirs)
+    product = sum(one * other for one, other in zip(ours, theirs, strict=True))
+    cosine = f"{product / sizes:.3f}" if sizes else "undefined, since a gradient is 0"
+    console.print(
+        f"of {len(ours)} tokens {first} trains {sum(map(bool, ours))}, {second} trains {sum(map(bool, theirs))}; "
+        f"cosine of the two gradients: {cosine}",
+        highlight=False,
+    )
 
 
 def read(path: Path, group: int = 0) -> list[ScoredRollout]:
@@ -234,20 +226,14 @@ def read(path: Path, group: int = 0) -> list[ScoredRollout]:
     return [_of_json(entry, f"{path}: rollouts.{number}", group) for number, entry in enumerate(entries)]
 
 
-class Explained(NamedTuple):
-    """An objective in a form that `objective.resolve` accepts, with the recipe's settings that change its effect."""
-
-    objective: str | dict[str, Any]
-    no_signal: NoSignal
-    max_tokens: int | None = None
-    several: str | None = None
-
-
-def _objective_of(choice: str, overrides: Sequence[str]) -> Explained:
+def _objective_of(
+    choice: str, overrides: Sequence[str]
+) -> tuple[str | dict[str, Any], NoSignal, int | None, str | None]:
+    """Return an objective for `resolve`, and the recipe's treatment of equal rewards, max_tokens and mini-batches."""
     if choice in PRESETS:
         if overrides:
             raise UserError(f"{choice} is a preset, and {overrides[0]} changes a recipe; name a recipe instead")
-        return Explained(choice, no_signal_of(choice))
+        return choice, no_signal_of(choice), None, None
     shipped = sorted(path.stem for path in recipes.RECIPES.glob("*.toml"))
     if choice not in shipped and not Path(choice).is_file():
         raise UserError(
@@ -256,7 +242,7 @@ def _objective_of(choice: str, overrides: Sequence[str]) -> Explained:
         )
     config = recipes.load(choice, overrides)
     no_signal = config.training.no_signal or no_signal_of(config.objective)
-    return Explained(config.objective, no_signal, config.sampling.max_tokens, mini_batch_finding(config))
+    return config.objective, no_signal, config.sampling.max_tokens, mini_batch_finding(config)
 
 
 def _factors(

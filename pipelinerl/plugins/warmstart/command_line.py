@@ -86,15 +86,6 @@ class WarmStartOptions:
     vocab: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FineTuneOptions:
-    """Numbers of optimizer steps, of demonstrations per step, and of demonstrations that measure the loss."""
-
-    steps: int
-    demonstrations: int = 64
-    validation: int = 64
-
-
 def warmstart(
     output: Annotated[Path, typer.Argument(help="Directory to create for the model.")],
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and demonstrations.")] = 0,
@@ -123,15 +114,23 @@ def sft(
     demonstrations: Annotated[int, typer.Option(min=1, help="Demonstrations of each step.")] = 64,
 ) -> None:
     """Fine-tune a model with the command line's options."""
-    options = FineTuneOptions(steps=steps, demonstrations=demonstrations)
-    fine_tune(recipes.load(recipe, joined(overrides, changes)), options, output=output, say=typer.echo)
+    config = recipes.load(recipe, joined(overrides, changes))
+    fine_tune(config, output=output, say=typer.echo, steps=steps, per_step=demonstrations)
 
 
-def fine_tune(config: RunConfig, options: FineTuneOptions, *, output: Path, say: Callable[[str], None]) -> None:
-    """Train the recipe's model on demonstrations of its domains, and write it to `output`.
+def fine_tune(
+    config: RunConfig,
+    *,
+    output: Path,
+    say: Callable[[str], None],
+    steps: int,
+    per_step: int = 64,
+    validation: int = 64,
+) -> None:
+    """Train the recipe's model on `per_step` demonstrations of its domains in each step, and write it to `output`.
 
-    Learning rate and schedule are the recipe's; the schedule runs over `options.steps`. Demonstrations longer than
-    `engine.context_length` are left out.
+    Learning rate and schedule are the recipe's; the schedule runs over `steps`. Demonstrations longer than
+    `engine.context_length` are left out. `validation` of them measure the loss.
 
     Raises:
         UserError: `output` exists or cannot be written, or no demonstration fits.
@@ -150,12 +149,12 @@ def fine_tune(config: RunConfig, options: FineTuneOptions, *, output: Path, say:
             if (group := demonstration(drawn.problem(i), tokenizer, i)).rollouts[0].num_tokens <= most
         ]
 
-    held_out = demonstrations(Split.VALIDATION, 0, options.validation)
+    held_out = demonstrations(Split.VALIDATION, 0, validation)
     if not held_out:
         raise UserError(f"no demonstration has at most engine.context_length = {most} tokens; raise it")
     schedule = LearningRateSchedule(
         warmup_steps=config.optimizer.warmup_steps,
-        steps=options.steps,
+        steps=steps,
         shape=config.optimizer.schedule,
         final_fraction=config.optimizer.final_fraction,
     )
@@ -164,22 +163,22 @@ def fine_tune(config: RunConfig, options: FineTuneOptions, *, output: Path, say:
         writer = WeightWriter.of(config.model.resolved, trainer.weight_layout())
         before = _loss(trainer, held_out, config.trainer.token_budget)
         say(f"validation loss {before:.4f} nats per token before the first step")
-        for step in range(options.steps):
-            groups = demonstrations(Split.TRAIN, step * options.demonstrations, options.demonstrations)
+        for step in range(steps):
+            groups = demonstrations(Split.TRAIN, step * per_step, per_step)
             if not groups:
                 continue
             batch = imitated(groups, BatchRules(token_budget=config.trainer.token_budget, width=trainer.width))
             losses = trainer.backward(batch, CROSS_ENTROPY)
             rate = config.optimizer.learning_rate * schedule.factor(step)
             norm = trainer.optimizer_step(learning_rate=rate).grad_norm
-            if (step + 1) % max(1, options.steps // 20) == 0:
+            if (step + 1) % max(1, steps // 20) == 0:
                 loss = sum(each.loss for each in losses)
                 say(f"step {step + 1}: loss {loss:.4f}, gradient norm {norm:.3g}, learning rate {rate:.3g}")
         after = _loss(trainer, held_out, config.trainer.token_budget)
         _save(trainer, writer, config.model.resolved, output)
     finally:
         trainer.close()
-    say(f"{output}: validation loss {before:.4f} before, {after:.4f} after {options.steps} steps")
+    say(f"{output}: validation loss {before:.4f} before, {after:.4f} after {steps} steps")
 
 
 def _with_ranks(config: RunConfig) -> RunConfig:

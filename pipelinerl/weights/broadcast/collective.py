@@ -18,9 +18,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import wait
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final
 
@@ -44,15 +42,15 @@ dist: Any = torch.distributed
 class Rendezvous:
     """The store through which members of a group connect. Unlike a plain TCPStore, it listens only on `host`."""
 
-    def __init__(self, host: str, port: int = 0) -> None:
-        """Listen on `host` and `port`; port 0 picks a free port. Raises AddressError if the address cannot be bound."""
+    def __init__(self, host: str) -> None:
+        """Listen on a free port of `host`. Raises AddressError if the address cannot be bound."""
         listener = socket.socket(family_of(host), socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((host, port))
+            listener.bind((host, 0))
         except OSError as error:
             listener.close()
-            raise AddressError(f"the weight rendezvous cannot listen on {host}:{port}: {error.strerror}") from error
+            raise AddressError(f"the weight rendezvous cannot listen on {host}: {error.strerror}") from error
         listener.listen(128)
         self.host = host
         self.port: int = listener.getsockname()[1]
@@ -253,8 +251,17 @@ def connect_nccl(library: Any, store: Any, *, rank: int, size: int, device: torc
     options._timeout = timedelta(seconds=timeout_s)
     options.config.blocking = 0
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(_LONGEST_CONNECT_S))
-    with _variables(_WITHOUT_WATCHDOG):
-        group = library.ProcessGroupNCCL(store, rank, size, options)
+    with _environment:
+        before = {name: os.environ.pop(name, None) for name in _WITHOUT_WATCHDOG}
+        os.environ.update(_WITHOUT_WATCHDOG)
+        try:
+            group = library.ProcessGroupNCCL(store, rank, size, options)
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
     def connect() -> None:
         # By default NCCL connects at the first collective. Connect now, so that a missing rank is detected here.
@@ -288,18 +295,3 @@ def abort_nccl(group: Any) -> None:
     """End all work of the group and free its communicator, ignoring errors, within `_ABORT_S`."""
     # NCCL's abort may block while another thread is still connecting, so wait only for a limited time.
     wait([in_background("abort", group.abort)], timeout=_ABORT_S)
-
-
-@contextmanager
-def _variables(changed: dict[str, str]) -> Iterator[None]:
-    with _environment:
-        before = {name: os.environ.get(name) for name in changed}
-        os.environ.update(changed)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value

@@ -16,7 +16,7 @@ from pipelinerl.errors import UserError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.objective.losses import policy_loss
 from pipelinerl.objective.streams import CROSS_ENTROPY
-from pipelinerl.plugins.warmstart.command_line import FineTuneOptions, WarmStartOptions, fine_tune, make
+from pipelinerl.plugins.warmstart.command_line import WarmStartOptions, fine_tune, make
 from tests.fakes.live_run import CLI
 from tests.families import zoo
 
@@ -36,15 +36,13 @@ def test_warmstart_does_not_overwrite_an_existing_directory(tmp_path):
 def test_fine_tuning_lowers_the_loss_of_demonstrations(trainer, tmp_path):
     config = load("tiny", [f"trainer.type={trainer}", "optimizer.learning_rate=2e-4", "optimizer.warmup_steps=0"])
     messages = []
-    fine_tune(
-        config, FineTuneOptions(steps=8, demonstrations=16, validation=16), output=tmp_path / "new", say=messages.append
-    )
+    fine_tune(config, steps=8, per_step=16, validation=16, output=tmp_path / "new", say=messages.append)
     before, after = map(float, re.findall(r"validation loss ([\d.]+) before, ([\d.]+) after 8 steps", messages[-1])[0])
     assert after < 0.9 * before and messages[0].startswith(f"validation loss {before:.4f} nats")
     if trainer == "jax":
         return
     again = load("tiny", [f"model.path={tmp_path / 'new'}"])
-    fine_tune(again, FineTuneOptions(steps=1, validation=16), output=tmp_path / "newer", say=messages.append)
+    fine_tune(again, steps=1, validation=16, output=tmp_path / "newer", say=messages.append)
     assert f"{after:.4f} before" in messages[-1], "the saved model is the trained one"
     names = {file.name for file in config.model.resolved.iterdir()}
     assert {file.name for file in (tmp_path / "new").iterdir()} == names
@@ -59,7 +57,7 @@ def test_fine_tuned_mixture_keeps_buffers_experts_and_chat_templates(tmp_path):
     (model / "additional_chat_templates").mkdir()
     (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
     config = load("tiny", [f"model.path={model}", "optimizer.learning_rate=1e-2", "optimizer.warmup_steps=0"])
-    fine_tune(config, FineTuneOptions(steps=1, demonstrations=4, validation=4), output=new, say=print)
+    fine_tune(config, steps=1, per_step=4, validation=4, output=new, say=print)
     before, after = (load_file(path / "model.safetensors") for path in (model, new))
     same = {name for name, each in after.items() if torch.equal(each, before[name])}
     assert after.keys() == before.keys() and any("experts.3.gate_proj" in name for name in before)
@@ -87,10 +85,10 @@ def test_imitation_loss_is_the_mean_cross_entropy_of_all_tokens():
 
 def test_fine_tuning_rejects_an_existing_output_directory_and_a_context_that_is_too_short(tmp_path):
     with pytest.raises(UserError, match="exists; name a new directory"):
-        fine_tune(load("tiny"), FineTuneOptions(steps=1), output=tmp_path, say=print)
+        fine_tune(load("tiny"), steps=1, output=tmp_path, say=print)
     short = load("tiny").model_copy(update={"engine": load("tiny").engine.model_copy(update={"context_length": 1})})
     with pytest.raises(UserError, match=r"no demonstration has at most .*context_length = 1 tokens"):
-        fine_tune(short, FineTuneOptions(steps=1), output=tmp_path / "new", say=print)
+        fine_tune(short, steps=1, output=tmp_path / "new", say=print)
     assert list(tmp_path.iterdir()) == []
 
 

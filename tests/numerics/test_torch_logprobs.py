@@ -50,17 +50,3 @@ def test_gradient_of_the_fp32_output_layer_ignores_the_rounding_of_its_weights()
     coefficients = torch.randn(7, 33, generator=torch.Generator().manual_seed(2))
     (layer(HIDDEN) * coefficients).sum().backward()
     torch.testing.assert_close(layer.weight.grad, coefficients.T @ HIDDEN, rtol=1e-6, atol=1e-6)
-
-
-def test_output_layer_is_left_unchanged_if_engines_get_fp32_weights():
-    plain, exact = head(torch.float32, bias=True), head(torch.float32, bias=True)
-    torch_logprobs.to_fp32(Model(exact), served=torch.float32)
-    assert torch.equal(plain(HIDDEN), exact(HIDDEN))
-
-
-def test_fp32_output_layer_uses_new_weights_after_they_were_replaced():
-    layer = head(torch.float32, bias=False)
-    torch_logprobs.to_fp32(Model(layer), served=torch.float32)
-    before = layer(HIDDEN)
-    layer.weight.data = layer.weight.detach() * 2
-    torch.testing.assert_close(layer(HIDDEN), before * 2)

@@ -133,13 +133,6 @@ async def test_unreachable_engine_does_not_affect_publication_to_other_engines(p
         await publisher.publish(publication(2, [gone]))
 
 
-async def test_engines_with_another_model_reject_the_published_version(publisher, control, engines):
-    layout = parameter_server.LAYOUT
-    with pytest.raises(UpdateError, match="does not fit the model"):
-        await publisher.publish(publication(1, engines, layout=layout, weights=parameter_server.weights(1)))
-    assert await serving(control, *engines) == [(0, 0), (0, 0)]
-
-
 async def test_updated_engines_are_reported_as_updated_even_if_a_repeated_upload_for_other_engines_fails():
     """One of two engines loses its parameter server during the update, and the server does not return in time."""
 

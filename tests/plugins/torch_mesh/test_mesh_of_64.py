@@ -14,30 +14,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pipelinerl.plugins.torch_mesh import joining, sharded_model
 from pipelinerl.plugins.torch_mesh.leader import grouped_parameters
 from pipelinerl.plugins.torch_mesh.mesh_worker import MeshWorker
-from pipelinerl.plugins.torch_mesh.sharded_model import ShardedModel
 from pipelinerl.trainers.torch.loading import load
 from pipelinerl.trainers.torch.mesh import ProcessMesh
 from pipelinerl.trainers.torch.options import options_of
-from pipelinerl.trainers.torch.passes import PassSetting, evaluate
 from pipelinerl.weights.torch_transfer import HostStream
-from tests.fakes.torch_rank0 import OBJECTIVE, batches, spec_of
+from tests.fakes.torch_rank0 import OBJECTIVE, spec_of
 from trainer_contract.types import ParameterInfo
 
 MESH = ProcessMesh(dp_replicate=2, dp_shard=8, cp=4)
-RANK = 5
 
 
 @pytest.fixture
 def model(model_path):
     """Create the model before this process joins the group, since transformers then lets only the first rank write."""
     return model_path("qwen3")
-
-
-@pytest.fixture
-def rank(model):
-    """Join a group of 64 for the duration of a test."""
-    with joined(RANK, MESH.size):
-        yield RANK
 
 
 @contextmanager
@@ -83,26 +73,6 @@ class CountingStream:
 
     def to_host(self, data):
         return HostStream().to_host(data)
-
-
-@pytest.mark.timeout(300)
-def test_one_of_64_processes_computes_forward_and_backward_over_its_rows(rank, model):
-    loaded = load(spec_of(model, {}))
-    divided = ShardedModel(loaded.model, MESH, device=torch.device("cpu"), compute=torch.float32)
-    shapes = divided.shapes
-    assert divided.group is not None and (divided.group.size, divided.group.place) == (4, 1)
-    for name, shard in divided.shards.items():
-        rows = MESH.rows_of(rank, shapes[name][0])
-        assert shard.shape == (rows.stop - rows.start, *shapes[name][1:]), name
-    divided.begin_backward(is_last=True)
-    setting = PassSetting(torch.device("cpu"), group=divided.group)
-    loss, stats = evaluate(divided, setting, batches(0, 1)[0], OBJECTIVE)
-    loss.backward()
-    assert stats.predictions.shape == (batches(0, 1)[0].num_tokens,)
-    gradient = divided.collect_gradient()
-    assert {id(shard) for shard in gradient} == {id(shard) for shard in divided.shards.values() if shard.numel()}
-    assert all(shard.grad is not None and shard.grad.shape == shard.shape for shard in gradient)
-    divided.discard_gradient()
 
 
 def test_each_parameter_is_gathered_once_and_each_row_belongs_to_one_of_64_processes(model):

@@ -224,9 +224,7 @@ Columns = Mapping[str, Any]
 
 
 class Objective(Protocol):
-    """The loss that `backward` differentiates, written once for all array libraries; predictions are log-probs, or
-    values.
-    """
+    """The loss that `backward` differentiates, in any array library; predictions are log-probs or values."""
 
     @property
     def needs(self) -> frozenset[str]:

@@ -57,9 +57,7 @@ _OF_NOTHING = Mismatch(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 
 
 def mismatch(ours: NDArray[np.floating[Any]], theirs: NDArray[np.floating[Any]]) -> Mismatch:
-    """Compare log-probs `ours` [N] with `theirs` [N]; N = 0 gives perfect agreement. Raises ValueError if shapes
-    differ.
-    """
+    """Compare log-probs `ours` [N] with `theirs` [N]; of no tokens they agree. Raises ValueError if shapes differ."""
     if ours.shape != theirs.shape:
         raise ValueError(f"expected log-probs of the same tokens, got shapes {ours.shape} and {theirs.shape}")
     if ours.size == 0:
@@ -139,9 +137,7 @@ class SampledTokens:
 
 
 def sampled_tokens(micro_batches: Sequence[MicroBatch], logprobs: Sequence[Float32]) -> SampledTokens | None:
-    """Concatenate the trained tokens; None if there are none, or versions are missing. `logprobs` are the trainer's,
-    f32 [T].
-    """
+    """Concatenate the trained tokens, with the trainer's log-probs f32 [T]; None without tokens or versions."""
     if any(batch.behavior_versions is None for batch in micro_batches):
         return None
     mask = np.concatenate([np.zeros(0, bool), *(batch.loss_mask for batch in micro_batches)])

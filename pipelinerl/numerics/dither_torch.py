@@ -79,9 +79,7 @@ class UpdateProbe:
         return torch.cat([self.weights[name].view(-1)[each].cpu() for name, each in self.places.items()])
 
     def share(self, before: Tensor, after: Tensor) -> float | None:
-        """Return ⟨Δrounded, Δ⟩ / ⟨Δ, Δ⟩ for Δ = after − before, 1 if engines see the whole update; None if nothing
-        changed.
-        """
+        """Return ⟨Δrounded, Δ⟩ / ⟨Δ, Δ⟩ for Δ = after − before: 1 if engines see it all, None if Δ = 0."""
         update = (after - before).double()
         size = float(update @ update)
         return float((self._sent(after) - self._sent(before)).double() @ update) / size if size else None

@@ -21,12 +21,7 @@ from trainer_contract.types import Columns, Float32, HeadMeasure
 
 @dataclass(frozen=True, slots=True)
 class EntropyProbe:
-    """An `Objective` and `MeasuringObjective` of `trainer_contract.types`.
-
-    Attributes:
-        seen: the entropies of the unmasked tokens of each micro-batch, f32 [N] each. The list stays empty if the
-            trainer compiles the objective or evaluates it in another process. Comparisons ignore the list.
-    """
+    """Measures entropy; `seen` gets that of each micro-batch's tokens, f32 [N], if evaluated in this process."""
 
     seen: list[Float32] = field(default_factory=list, init=False, compare=False)
 

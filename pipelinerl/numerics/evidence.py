@@ -105,9 +105,7 @@ def deviations(theirs: Floats, ours: Floats) -> Floats:
 
 
 def distinct(ours: Floats) -> NDArray[np.intp]:
-    """Return one token of each context: those whose log-probs by the trainer agree to four decimals count as one, as
-    their noise is equal.
-    """
+    """Return one token of each context: log-probs that agree to four decimals have equal noise."""
     return np.sort(np.unique(np.round(ours, 4), return_index=True)[1])
 
 

@@ -23,9 +23,7 @@ _FLASH_WIDTHS: Final = (8, 256)
 
 
 def avoid_cudnn() -> None:
-    """Exclude cuDNN from torch's attention, in the whole process: it plans each new shape, as of most prefills, for
-    tens of ms.
-    """
+    """Exclude cuDNN from torch's attention in this process: it plans each new shape for tens of ms."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 

@@ -118,11 +118,6 @@ def _attend_tile(
 
 
 def probed(results: Callable[[int], Any]) -> bool:
-    """Return whether the first token's result is the same in batches of different sizes.
-
-    Args:
-        results: function that computes a batch of the given number of tokens and returns the first token's result,
-            which is compared by ==. The first token is the same in all batches.
-    """
+    """Return whether `results(count)`, the first token's result in a batch of `count`, is always the same."""
     first = [results(count) for count in _PROBED]
     return all(each == first[0] for each in first)

@@ -46,17 +46,13 @@ class Aggregation(Protocol):
         ...
 
     def token_weights(self, *, lengths: Ints, groups: Ints, valid: Bools) -> Floats:
-        """Return each rollout's token weight, [B], from its number of sampled tokens and its group, any integer.
-        Rollouts that are not `valid` have weight 0.
-        """
+        """Return each rollout's token weight, [B], from its sampled tokens and its group; 0 if not `valid`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory(Aggregation):
-    """1 / (Q·G·|o_i|) for Q groups of G rollouts, as in GRPO's Eq. 3: groups, their rollouts, and tokens of a rollout
-    weigh the same.
-    """
+    """1 / (Q·G·|o_i|), as in GRPO's Eq. 3: groups, their rollouts, and a rollout's tokens weigh the same."""
 
     formula: ClassVar = "1/(Q·G·|o_i|)"
     by_length: ClassVar = True

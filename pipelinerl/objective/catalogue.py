@@ -54,9 +54,7 @@ from pipelinerl.objective.tokens import Policy
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A named algorithm with its `source`, a `note` about differences to it, and its default for groups of equal
-    rewards.
-    """
+    """A named algorithm: its `source`, how it differs (`note`), and its default for groups of equal rewards."""
 
     objective: PolicyObjective
     source: str

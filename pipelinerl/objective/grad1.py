@@ -24,9 +24,7 @@ class Level(StrEnum):
 
 
 class PolicyTerm(Protocol):
-    """A differentiable function of the current log-probs, multiplied by the advantage; members with a body are
-    defaults.
-    """
+    """A differentiable function of log-probs, which the advantage multiplies; bodies are defaults."""
 
     @property
     def over(self) -> Policy | None:

@@ -33,25 +33,23 @@ SLOTS: Final[Mapping[str, Mapping[str, type[Any]]]] = {
 }
 
 
-def resolve(
-    choice: str | Mapping[str, Any], *, path: str = "objective", max_tokens: int | None = None
-) -> PolicyObjective:
+def resolve(choice: str | Mapping[str, Any], *, max_tokens: int | None = None) -> PolicyObjective:
     """Return the algorithm for a preset's name or a recipe table (see the example in this module's docstring).
 
     `max_tokens` is the maximum number of sampled tokens in an answer; `agg.length` may refer to it.
 
     Raises:
         RecipeError: a preset, slot, kind or field is unknown, a value has the wrong type, or a combination of slots
-            makes no sense. The message begins with `path`.
+            makes no sense.
     """
     table: Mapping[str, Any] = {"preset": choice} if isinstance(choice, str) else choice
-    base = _entry(PRESETS, preset_of(table), f"{path}.preset").objective
+    base = _entry(PRESETS, preset_of(table), "objective.preset").objective
     slots = {name: value for name, value in table.items() if name != "preset"}
-    _refuse_unknown(slots, ("preset", *SLOTS), path)
-    changes = {name: _slot(SLOTS[name], getattr(base, name), v, f"{path}.{name}") for name, v in slots.items()}
+    _refuse_unknown(slots, ("preset", *SLOTS), "objective")
+    changes = {name: _slot(SLOTS[name], getattr(base, name), v, f"objective.{name}") for name, v in slots.items()}
     objective = dataclasses.replace(base, **changes)
     for sentence in contradictions(objective):
-        raise RecipeError(f"{path}.{sentence}")
+        raise RecipeError(f"objective.{sentence}")
     if max_tokens is not None and objective.agg == agg.Sequences(length=agg.Length.MAX_TOKENS):
         return dataclasses.replace(objective, agg=agg.Sequences(length=float(max_tokens)))
     return objective
@@ -62,9 +60,9 @@ def preset_of(choice: str | Mapping[str, Any]) -> Any:
     return choice if isinstance(choice, str) else choice.get("preset", DEFAULT)
 
 
-def no_signal_of(choice: str | Mapping[str, Any], *, path: str = "objective") -> NoSignal:
+def no_signal_of(choice: str | Mapping[str, Any]) -> NoSignal:
     """Return how the preset of `choice` treats groups with equal rewards. Raises RecipeError for an unknown preset."""
-    return _entry(PRESETS, preset_of(choice), f"{path}.preset").no_signal
+    return _entry(PRESETS, preset_of(choice), "objective.preset").no_signal
 
 
 def to_table(objective: PolicyObjective) -> dict[str, dict[str, Any]]:

@@ -144,9 +144,7 @@ class Scored:
         return np.repeat(self.valid, self.lengths)
 
     def by_turns(self, turns: Turns) -> Scored:
-        """Return a copy in which each turn counts as a rollout with its reward-to-go; the k-th turns of one agent form
-        a group.
-        """
+        """Return a copy with turns as rollouts, by their reward-to-go; an agent's k-th turns form a group."""
         pairs = np.stack([np.repeat(self.groups, turns.counts), turns.places])
         _, same_turn = np.unique(pairs, axis=1, return_inverse=True)
         return Scored(
@@ -218,9 +216,7 @@ class RewardShaping:
             yield f"epsilon must not be negative, got {self.epsilon:g}"
 
     def apply(self, *, rewards: Floats, groups: Ints, lengths: Ints, valid: Bools) -> Floats:
-        """Return the shaped rewards [B] of one domain's rollouts; 0 where `valid` is False. `groups` and `lengths` are
-        [B].
-        """
+        """Return the shaped rewards [B] of one domain's rollouts; 0 where `valid` is False. Columns are [B]."""
         shaped = np.where(valid, rewards, 0.0).astype(np.float64)
         if self.overlong_tokens:
             most, margin = self.overlong_tokens, self.overlong_margin

@@ -56,10 +56,7 @@ _ADVANTAGES: Final = np.array([np.nan, 1.0, 0.0])
 
 @dataclass(frozen=True, slots=True)
 class StreamedObjective:
-    """The sum of one objective per stream: `rl`, the run's objective, and those of the streams in `others`.
-
-    Satisfies `trainer_contract.types.Objective`.
-    """
+    """The sum of one objective per stream: `rl`, the run's objective, and those of the streams in `others`."""
 
     rl: PolicyObjective
     others: tuple[Loss, ...]

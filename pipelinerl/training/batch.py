@@ -263,9 +263,7 @@ class TrainBatch:
         return [packed.micro_batch for packed in self.packed]
 
     def group_indices(self, number: int, broken: Bool | None = None) -> list[int]:
-        """Return the sorted indices of the groups in micro-batch `number`, if given only of those with a token in the
-        mask `broken` [T].
-        """
+        """Return the sorted indices of groups in a micro-batch, or of those with `broken` tokens [T] in the mask."""
         rollouts = np.array(self.rollouts_of(number))
         if broken is not None:
             micro_batch = self.packed[number].micro_batch

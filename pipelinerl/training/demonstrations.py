@@ -36,18 +36,14 @@ def demonstration(problem: Problem, tokenizer: ChatTokenizer, index: int) -> Rol
 
 
 def imitated(groups: Sequence[RolloutGroup], rules: BatchRules) -> list[MicroBatch]:
-    """Pack demonstrations for the objective `CROSS_ENTROPY`; weights sum to 1, or to the factors of the domains'
-    losses.
-    """
+    """Pack demonstrations for `CROSS_ENTROPY`; weights sum to 1, or to the factors of the domains' losses."""
     plain = BatchRules(token_budget=rules.token_budget, width=rules.width, losses=rules.losses)
     return build(groups, plain, objective=CROSS_ENTROPY, producing=1).micro_batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemonstrationStream:
-    """The source of demonstrations (loss stream `ce`): each optimizer step gets the next `count`, except those with
-    more than `most_tokens` tokens.
-    """
+    """The next `count` demonstrations for each optimizer step, without those above `most_tokens`."""
 
     problems: Mixture
     tokenizer: ChatTokenizer

@@ -90,9 +90,7 @@ class EngineProofs:
         return self._shared(self.replica or self.trainer, batch)
 
     def joined(self, url: str, compared: Compared) -> str:
-        """Begin the evidence on an engine, with its answers to the canary as baseline; return why its samples fail, or
-        "".
-        """
+        """Begin an engine's evidence with its canary's answers; return why its samples fail, or ""."""
         self._wrong.pop(url, None)
         self._canary[url], self._rollouts[url] = EngineEvidence(), EngineEvidence()
         self._canary[url].anchor(compared.theirs, compared.ours)

@@ -247,9 +247,7 @@ class TrainingLoop:
     # --- step ------------------------------------------------------------------------------------------------------
 
     async def _train(self, batch: TrainBatch, *, wait_s: float) -> None:
-        """Take a batch's steps and report them. Skip a batch that is not finite; dissolve one with tokens of a faulty
-        engine.
-        """
+        """Take a batch's steps and report them; skip it if not finite, dissolve it if an engine is faulty."""
         began = time.monotonic()
         try:
             accumulated = await self._in_worker(lambda: self.step.accumulate(batch))

@@ -41,13 +41,7 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SegmentTable:
-    """The segments of B rollouts, numbered rollout after rollout.
-
-    Attributes:
-        rollouts: the B rollouts.
-        segments: the S segments.
-        owners: [S], the number of the rollout to which each segment belongs.
-    """
+    """The S segments of B rollouts, numbered rollout after rollout; `owners` [S] are their rollouts."""
 
     rollouts: Sequence[Rollout]
     segments: list[Segment]
@@ -209,9 +203,7 @@ def alone(rollouts: Sequence[Rollout]) -> MicroBatch:
 
 
 def prefixes(batch: MicroBatch, *, through: Bool) -> tuple[MicroBatch, Bool]:
-    """Cut each segment after its last token in `through` [T], and drop those without one; also return the mask of kept
-    tokens.
-    """
+    """Cut each segment after its last token in `through` [T], if any; also return the mask of kept tokens."""
     last = np.full(batch.num_segments, -1)
     where = np.flatnonzero(through)
     last[batch.segment_ids[where]] = where  # indices ascend, so the last one written for a segment is its largest

@@ -149,9 +149,7 @@ class MeasuredEntropy:
 
 @dataclass(frozen=True, slots=True)
 class EntropyMeter:
-    """Meter of the policy's exact entropy in each step divisible by `interval_steps` (0: never), first of the
-    `logged_groups` that the sample log draws by `seed`.
-    """
+    """Measures exact entropy every `interval_steps` (0: never), first of the `logged_groups` by `seed`."""
 
     interval_steps: int = 0
     seed: int = 0

@@ -113,9 +113,7 @@ class Publishing:
         self._membership = 0
 
     async def disproved(self, accumulated: Accumulated, version: int) -> set[tuple[str, int, int]]:
-        """Test what `version`, the weights before a step, sampled for it; return what is newly disproved, as (base URL,
-        epoch, version).
-        """
+        """Test what `version` sampled for a step; return what is newly disproved: base URL, epoch, version."""
         failures = await self._in_worker(lambda: self._proofs.failed_rollouts(accumulated, version))
         if failures and self._newest is not None:
             await self._report_failures(self._newest, failures)
@@ -226,9 +224,7 @@ class Publishing:
         report: PublishReport,
         lost: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Check the engines and report who joined and who fails; `lost` can no longer prove this version, with the
-        reason.
-        """
+        """Check engines, report who joined and who fails; `lost` can no longer prove it, and why."""
         proofs, version, self._asked_at = self._proofs, report.version, time.monotonic()
         briefly = {url for url in others if proofs.depth(url, version) is Depth.BRIEF}
         findings, again, close = await asyncio.gather(
@@ -277,10 +273,7 @@ class Publishing:
         *,
         more: bool = False,
     ) -> tuple[list[str], dict[str, str]]:
-        """Return engines that must answer more, and why others that served before fail; begin the evidence on new ones.
-
-        Only engines that were checked `briefly` answer more. `more` is True for these further answers.
-        """
+        """Return which engines checked `briefly` must answer more, and why others fail; begin new evidence."""
         proofs, suspects, failures = self._proofs, list[str](), dict[str, str]()
         for url in [*joined.worst]:
             if url in joined.compared and (reason := proofs.joined(url, joined.compared[url])):

@@ -69,9 +69,7 @@ class AdaptiveObjective:
             self.baselines = self.current.adv.baselines(scored)
 
     def observe(self, figures: Mapping[str, float]) -> dict[str, float]:
-        """Update β after a step; return, as a metric, the β that it used; {} if none is adjusted, or the KL was not
-        measured.
-        """
+        """Update β after a step; return as a metric the β that it used, {} if it has none or no KL."""
         beta = self.coefficient
         if self._controller is None or beta is None or KL_FIGURE not in figures:
             return {}

@@ -131,17 +131,13 @@ class Step:
         return self.passes.policy
 
     def parts(self) -> dict[str, Callable[[Path], None]]:
-        """Return functions that save policy, critic and weight history, by directory name; not to be called after the
-        next `apply`.
-        """
+        """Return, by directory, functions that save policy, critic and history; valid until `apply`."""
         parts: dict[str, Callable[[Path], None]] = {"trainer": self.policy.save_state}
         parts |= {"critic": self.critic.worker.save_state} if self.critic else {}
         return parts | ({"history": self.passes.history.saver()} if self.passes.history else {})
 
     def will_sample(self, version: int, *, acceptance: float) -> None:
-        """Copy the weights of `version` before they are published, if later steps need them; `acceptance` is the bound
-        k.
-        """
+        """Keep the weights of `version`, before it is published, if steps within k need them (`acceptance`)."""
         if self.passes.history is not None:
             self.passes.history.keep(self.policy, version=version, acceptance=acceptance)
 
@@ -375,10 +371,7 @@ def _of_critic(updates: Sequence[Update]) -> dict[str, float]:
 
 
 def _kl_reference(batch: TrainBatch) -> dict[str, float]:
-    """Return KL(sampler ‖ reference) and KL(sampler ‖ teacher), K1 estimates in nats per token, where known.
-
-    The former covers tokens with RL loss, and only if the objective reads the reference.
-    """
+    """Return K1 of KL(sampler ‖ reference), of tokens with RL loss, and of KL(sampler ‖ teacher), if known."""
     metrics: dict[str, float] = {}
     reads = "ref_logprobs" in batch.objective.passes
     for name, loss in ((KL_FIGURE, Loss.RL), ("kl_teacher", Loss.REF_KL)):

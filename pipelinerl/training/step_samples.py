@@ -238,9 +238,7 @@ def _results(accumulated: Accumulated) -> Callable[[int], _Result]:
 
 
 def mean_advantages(batch: TrainBatch) -> tuple[Floats, NDArray[np.bool_], Floats]:
-    """Return each rollout's mean advantage [B], NaN if the loss excludes it; the mask [B] of trained ones; and
-    advantages [N].
-    """
+    """Return rollouts' mean advantages [B] (NaN: excluded), the mask [B] of trained ones, advantages [N]."""
     lengths, trained = batch.scored.lengths, np.zeros(len(batch.learns), bool)
     for number in range(len(batch.packed)):
         trained[batch.rollouts_of(number)] = True

@@ -56,9 +56,7 @@ class WeightHistory:
         return {"history_versions": float(len(self._held)), "history_bytes": float(self.num_bytes)}
 
     def keep(self, trainer: Trainer, *, version: int, acceptance: float) -> None:
-        """Copy the trainer's weights before they are published; drop versions below `version` + 1 − `acceptance`, which
-        no later step accepts.
-        """
+        """Copy the weights before they are published; drop versions up to `version` − `acceptance`."""
         before = len(self._held)
         for older in [held for held in self._held if held < version + 1 - acceptance]:
             del self._held[older]

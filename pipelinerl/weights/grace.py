@@ -57,9 +57,7 @@ class Grace:
 
     @asynccontextmanager
     async def within(self, what: str, url: str, *, engines: int, most_s: float) -> AsyncIterator[None]:
-        """Limit the body, a request to one engine while others serve, and measure it. Raises TimeoutError with the
-        limit.
-        """
+        """Limit and measure the body, a request to one engine. Raises TimeoutError with the limit."""
         began, limit_s = time.monotonic(), self.of(what, [url], engines=engines, most_s=most_s)
         try:
             async with asyncio.timeout(limit_s):

@@ -74,9 +74,7 @@ class PublishReport:
 
     @classmethod
     def failure(cls, publication: Publication, error: UpdateError) -> Self:
-        """Return the report of a publication that failed with `error` for all engines; for none if nothing was
-        uploaded.
-        """
+        """Return the report of a publication that failed for all engines; for none if nothing was uploaded."""
         known = error if isinstance(error, ReachedNoEngine) else ReachedNoEngine("", failed={})
         asked = () if isinstance(error, NotUploaded) else publication.engines
         return cls(
@@ -95,13 +93,7 @@ class PublishReport:
 
 @dataclass(slots=True)
 class PublicationProgress:
-    """State of a running publication: the engines that remain to be served, and the outcome for all other engines.
-
-    Attributes:
-        began: on the clock of `time.monotonic`.
-        broke: True if a broadcast of this publication has already failed.
-        raised: True if this publication already raised the group's generation, since engines knew a higher one.
-    """
+    """A publication under way; `broke`: a broadcast failed, `raised`: the generation was raised, once."""
 
     publication: Publication
     targets: list[str] = field(init=False)

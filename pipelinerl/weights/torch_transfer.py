@@ -52,9 +52,7 @@ class TransferStream(Protocol):
         ...
 
     def to_host(self, data: Tensor) -> Landed:
-        """Begin to copy flat uint8 `data`; return a function that awaits the copy, valid until the second call after
-        this one.
-        """
+        """Begin to copy flat uint8 `data`; return a function that awaits it, valid for two calls."""
         ...
 
 

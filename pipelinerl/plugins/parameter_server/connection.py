@@ -225,9 +225,7 @@ class VersionRecord(Wire):
 
 
 class ServerState(Wire):
-    """The versions held, of at most `room`, oldest first; the newest `saved` on disk; and the members' reported
-    versions.
-    """
+    """The versions held, at most `room`, oldest first; the newest `saved` on disk; the members' versions."""
 
     epoch: int
     room: int

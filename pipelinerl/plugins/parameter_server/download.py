@@ -99,9 +99,7 @@ class WeightPuller:
         raise UpdateError(f"no source gave {what}: " + "; ".join(f"{url}: {why}" for url, why in failures.items()))
 
     def _segment(self, source: str, order: PullOrder) -> SharedMemoryAddress | None:
-        """Return the version's memory on the server, if reported. Raises UpdateError, DeadlineError, NotPrepared (lacks
-        it).
-        """
+        """Return the version's memory on the server, if reported. Raises NotPrepared if it lacks it."""
         client = ServerClient(source, token=self._token)
         path = connection.VERSION.format(epoch=order.epoch, version=order.version)
         try:

@@ -126,9 +126,7 @@ class ParameterServer:
         )
 
     async def seal(self, key: wire.Key, seal: wire.Seal) -> wire.VersionRecord:
-        """Serve the version, if its bytes match the seal's digest. Raises NotPrepared; DigestMismatch, after which the
-        trainer may write again.
-        """
+        """Serve the version if its bytes match the digest. Raises NotPrepared, DigestMismatch (write again)."""
         with self.table.using(key) as version:
 
             def written() -> str:
@@ -148,9 +146,7 @@ class ParameterServer:
         return sealed.record()
 
     async def copy(self, key: wire.Key, order: wire.CopyOrder) -> wire.VersionRecord:
-        """Fetch an announced version from another server, and seal it. Raises NotPrepared, or the source's UpdateError,
-        DeadlineError or DigestMismatch.
-        """
+        """Fetch an announced version from another server, and seal it. Raises NotPrepared, or its errors."""
         with self.table.using(key) as version:
             if version.digest is None:
                 pull = PullOrder(

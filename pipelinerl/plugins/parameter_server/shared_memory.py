@@ -122,9 +122,7 @@ Part = Range
 
 
 class ReceiveBuffer:
-    """Receiver of bytes for `into` (flat uint8, numpy or torch), on a GPU through host memory; it hashes them and knows
-    which are missing.
-    """
+    """Receives, hashes and counts the bytes for `into` (flat uint8, numpy or torch, on host or GPU)."""
 
     def __init__(self, into: Any, *, shards: Sequence[Sequence[Range]], on_progress: Callable[[int], None]) -> None:
         """Create the buffer; `shards` has the byte ranges to fill, by shard. The digest covers all ranges in order."""

@@ -292,16 +292,12 @@ def write_shards(
 
 
 class ShardWriter:
-    """Writes one shard to one server, in order, on a thread that ends with the `with` block. A write's error is raised
-    by a later `put`, or by the future of `seal`.
-    """
+    """Writes a shard to a server on a thread of the `with` block; `put` or `seal` raises an earlier error."""
 
     def __init__(
         self, client: ServerClient, record: VersionRecord, target: Attachment | None, *, deadline: float
     ) -> None:
-        """Start the writer's thread for the version and shard in `record`; `target` is the server's mapped memory, None
-        for HTTP.
-        """
+        """Begin to write the version and shard of `record`, by HTTP unless its memory is mapped (`target`)."""
         self.target: Final = target
         self._client = client
         self._record = record

@@ -141,9 +141,7 @@ class VersionTable:
         return made
 
     def seal(self, key: Key, digest: str, whole: str) -> Version:
-        """Mark the version as complete; the caller has compared `digest`, that of its shard, with the bytes. Raises
-        NotPrepared, or DigestMismatch if it is complete with another digest.
-        """
+        """Mark a version complete, whose bytes have this `digest`. Raises NotPrepared, DigestMismatch (another)."""
         held = self.find(key)
         if held.digest not in (None, digest):
             raise DigestMismatch(f"version {named(key)} is complete with digest {held.digest}, got {digest}")

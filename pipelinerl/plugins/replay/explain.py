@@ -110,9 +110,7 @@ class OfRun:
 def show(
     choice: str, overrides: Sequence[str], files: Sequence[Path], console: Console, *, of_run: OfRun | None = None
 ) -> None:
-    """Print an objective, a preset or a recipe, and its effect on rollouts of `files` or a run's step. Raises
-    UserError.
-    """
+    """Print an objective, and its effect on rollouts of `files` or of a run's step. Raises UserError."""
     requested, no_signal, max_tokens, several = _objective_of(choice, overrides)
     name = preset_of(requested)
     objective, preset = resolve(requested, max_tokens=max_tokens), PRESETS[name]
@@ -271,9 +269,7 @@ def _factors(
 
 
 def _trained(of_run: OfRun) -> tuple[list[ScoredRollout], list[int] | None, Table | None]:
-    """Return a step's rollouts with tokens as text, the groups to show (None: all), and a table if it has several
-    steps.
-    """
+    """Return a step's rollouts, the groups to show (None: all), and a table of its optimizer steps, if several."""
     config = recipes.load_run(of_run.run_dir)
     step = recorded_step(of_run.run_dir, of_run.step)
     if of_run.group is not None and of_run.group not in step.orders:

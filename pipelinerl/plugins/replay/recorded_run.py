@@ -65,9 +65,7 @@ class RecordedStep:
 
 
 def trained_groups(recorded: RecordedStep, groups: Mapping[int, Sequence[RolloutGroup]]) -> list[RolloutGroup]:
-    """Return a step's groups: of several copies the first that fits its lineage, not those of discarded weights. Raises
-    RecordError.
-    """
+    """Return a step's groups: the first copy of each that fits its lineage. Raises RecordError."""
     chosen = []
     for index in recorded.orders:
         copies = [group for group in groups.get(index, ()) if recorded.lineage.includes(group)]

@@ -185,9 +185,7 @@ class MeshWorker:
             return self._forward(batches, rounds)
 
     def backward(self, batches: Sequence[MicroBatch], rounds: int, objective: Objective) -> list[LossStats]:
-        """Accumulate gradients of this rank's micro-batches, each with tokens to train. Raises NonFiniteError on every
-        rank.
-        """
+        """Accumulate gradients of this rank's micro-batches. Raises NonFiniteError on every rank."""
         if self.loaded.adapters is None:
             with self._computing_as_engines():
                 return self._backward(batches, rounds, objective)

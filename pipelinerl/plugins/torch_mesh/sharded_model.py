@@ -153,9 +153,7 @@ class ShardedModel:
 
     @contextmanager
     def last_step_shards(self) -> Iterator[Mapping[str, Tensor]]:
-        """Provide the rows of the weights after the last optimizer step; on a GPU, reads run on the block's stream, and
-        end with it. Thread-safe.
-        """
+        """Provide the rows after the last optimizer step; a GPU reads them on the block's stream. Thread-safe."""
         with self._reading, self._reads:
             yield self._lasting
 

@@ -121,9 +121,7 @@ def word_tokenizer(texts: Iterable[str], *, vocab: int) -> PreTrainedTokenizerFa
 
 
 def char_tokenizer(*, phrases: Sequence[str] = (), alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a token for each role, each character of `alphabet`, and each of `phrases`; else
-    `<|unk|>`.
-    """
+    """Return a tokenizer of roles, the characters of `alphabet`, and `phrases`; else `<|unk|>`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
@@ -202,9 +200,7 @@ class WarmStartProgress:
 def warm_start(
     settings: WarmStartSettings, on_progress: Callable[[WarmStartProgress], None] = lambda _: None
 ) -> tuple[PreTrainedModel, WarmStartProgress]:
-    """Fit demonstrations until each domain's skill is in the band; return the model and the last check. Raises
-    ModelError.
-    """
+    """Fit demonstrations until each skill is in the band; return model and last check. Raises ModelError."""
     import torch
 
     model = random_decoder(settings.shape, seed=settings.seed).train()

@@ -34,9 +34,7 @@ Start = Callable[[TrainerSpec], RankWorker]
 
 
 def follow(distributed: Distributed, *, join: Join, start: Start, say: Callable[[str], None]) -> None:
-    """Connect to rank 0 and execute its commands until its work is done. Raises SpecError if it rejects this rank,
-    RankError if it is lost or gives up, or this rank fails.
-    """
+    """Execute rank 0's commands until its end. Raises SpecError if it rejects this rank, RankError if one fails."""
     channel = join_rank0(distributed, join)
     say(f"rank {distributed.process} of {distributed.processes} follows {distributed.coordinator}")
     workers: dict[int, RankWorker] = {}

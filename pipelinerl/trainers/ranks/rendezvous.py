@@ -72,9 +72,7 @@ Join = Callable[[Distributed, int], None]
 
 
 def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
-    """On rank 0, wait until all other ranks have connected, then call `join`; return channels by rank. Raises
-    SpecError.
-    """
+    """On rank 0, wait for all other ranks, then call `join`; return channels by rank. Raises SpecError."""
     token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
     host, port = distributed.address
     try:
@@ -111,9 +109,7 @@ def gather_ranks(distributed: Distributed, join: Join) -> dict[int, Channel]:
 
 
 def join_rank0(distributed: Distributed, join: Join) -> Channel:
-    """On a rank above 0, connect to rank 0, wait for its `Welcome`, then call `join`; return the channel. Raises
-    SpecError.
-    """
+    """On a rank above 0, connect, wait for `Welcome`, then call `join`; return the channel. Raises SpecError."""
     token, deadline = _token(distributed), time.monotonic() + distributed.timeout_s
     connection: socket.socket | None = None
     while connection is None:

@@ -89,9 +89,7 @@ class Block(NamedTuple):
 
 
 class RecycledMemory:
-    """A pool of blocks of `size` bytes, shared with the ranks on this host as long as few are in use: they are open
-    files.
-    """
+    """A pool of blocks of `size` bytes; the first few in use, as open files, are shared on this host."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -282,9 +282,7 @@ def shared(parameters: Mapping[str, nn.Parameter], *, digest: str, device: torch
 
 
 def target_modules(model: Any, options: LoraOptions) -> Mapping[str, nn.Module]:
-    """Return the linear layers that the options select in the part of the model that reads text, by name. Raises
-    SpecError.
-    """
+    """Return by name the linear layers that the options select in the text model. Raises SpecError."""
     head = model.get_output_embeddings()
     decoder = model.get_decoder()
     # In ModernBERT's decoder, the name that transformers looks up belongs to the output layer.

@@ -404,9 +404,7 @@ class RowChoice(NamedTuple):
 
 
 def choose_rows(skeleton: PreTrainedModel) -> RowChoice:
-    """Return how the trainer computes this model: packed if that equals transformers, else as padded rows. Raises
-    ModelError.
-    """
+    """Return packed rows if they equal transformers' results, else padded rows. Raises ModelError."""
     refusals = []
     for attention in _ATTENTIONS:
         part = "the torch trainer" + ("" if attention == IMPLEMENTATION else f" with {attention or 'own'} attention")

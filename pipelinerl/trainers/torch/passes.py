@@ -69,9 +69,7 @@ def _computed(
     *,
     own: slice | None = None,
 ) -> Tensor:
-    """Return predictions and M measures [1 + M, N] of the N `requested` tokens, running only `own` of `distinct` if
-    given.
-    """
+    """Return predictions and M measures [1 + M, N] of `requested` tokens, running only `own`, if given."""
     device = setting.device
     tokens = np.append(batch.token_ids, np.zeros(len(positions) - batch.num_tokens, np.int32))
     kept = distinct.kept if own is None else distinct.kept[own]
@@ -95,9 +93,7 @@ def _computed(
 def _choices(
     batch: MicroBatch, distinct: Distinct, requested: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the tokens to predict, and each requested token's index among them: equal tokens with equal prefixes and
-    temperatures share one.
-    """
+    """Return the tokens to predict, and each requested token's index among them, since equal ones share one."""
     place, temperatures = distinct.place[requested], batch.temperatures[requested]
     if (temperatures == temperatures[:1]).all():
         _, first, which = np.unique(place, return_index=True, return_inverse=True)

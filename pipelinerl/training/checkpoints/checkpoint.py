@@ -114,9 +114,7 @@ class CheckpointStore:
                 log.error("a damaged checkpoint was moved to %s; inspect it, then remove it", aside)
 
     def prepare(self, layout: Iterable[ParameterInfo]) -> WeightWriter:
-        """Return the writer of the weights; call this at the start, for it raises ModelError if the directory cannot
-        hold them.
-        """
+        """Return the weights' writer; called first, as ModelError says that the directory cannot hold them."""
         if self._writer is None:
             self._writer = WeightWriter.of(self._model_directory, layout)
         return self._writer
@@ -269,9 +267,7 @@ class CheckpointStore:
         return good[-1] if good else None
 
     def oldest_kept_offsets(self, *, good: int | None = None) -> dict[str, str]:
-        """Return the stream positions of the oldest intact checkpoint to resume from, the newest up to `good` included;
-        or {}.
-        """
+        """Return the stream positions of the oldest intact checkpoint to resume from (`Retention`), or {}."""
         resumable = set(self._retention.resumable(map(_version, self.all()), good=good))
         for path in self.all():
             if _version(path) in resumable:
@@ -375,9 +371,7 @@ class CheckpointFence:
 
     @contextmanager
     def held(self, epoch: int) -> Iterator[None]:
-        """Exclude other trainers during the block. Raises FencedError (a later epoch has claimed it), DeadlineError
-        (lock).
-        """
+        """Exclude other trainers in the block. Raises FencedError (later epoch), DeadlineError (lock)."""
         self._lock.parent.mkdir(parents=True, exist_ok=True)
         # No fallback: filelock could use a plain lock file, which would remain after its holder on another machine
         # died.
@@ -429,9 +423,7 @@ class Checkpointing:
         trim: Callable[[dict[str, str], int], Awaitable[None]],
         deadline_s: float,
     ) -> None:
-        """Create a writer; after each checkpoint it calls `trim` with stream positions before which none reads, and the
-        epoch.
-        """
+        """Create a writer; it calls `trim` with the positions that no checkpoint needs, and the epoch."""
         self.store = store
         self.version: int | None = None
         """The version of the last checkpoint that was begun."""

@@ -52,9 +52,7 @@ class Copy:
 
 
 class CheckpointCopies:
-    """The copies of one run's checkpoints below `url`, each with the current `run_files` without secrets; for one
-    trainer at a time.
-    """
+    """The copies of a run's checkpoints below `url`, with `run_files` without secrets; for one trainer."""
 
     def __init__(self, url: str, *, retention: Retention, run_files: Sequence[Path] = ()) -> None:
         self.url = url
@@ -111,9 +109,7 @@ class CheckpointCopies:
         (into / MANIFEST).write_text(copy.manifest.text)
 
     def _folder_of(self, stem: str, digest: str) -> str:
-        """Return the folder of an earlier attempt to upload this manifest, or a new one, which sorts after all of its
-        stem.
-        """
+        """Return the folder of an earlier upload of this manifest, or a new one that sorts after all."""
         same = [folder for folder in self._folders() if folder.startswith(f"{stem}-")]
         tried = [folder for folder in same if folder.endswith(digest)]
         if tried:

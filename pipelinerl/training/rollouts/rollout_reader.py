@@ -57,9 +57,7 @@ class RolloutReader:
         rescan_s: float = 1.0,
         frontier: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Create a reader; all groups below `frontier` have ended, and an index `MOST_AHEAD` or more above it is
-        invalid.
-        """
+        """Groups below `frontier` have ended; an index `MOST_AHEAD` or more above it is invalid."""
         self._frontier = frontier
         self._stream = stream
         self._dead_letters = DeadLetters(stream)
@@ -115,9 +113,7 @@ class RolloutReader:
         return [directive for entry in entries for directive in await self._decoded(entry)]
 
     def safe_offsets(self, is_waiting: Callable[[int], bool]) -> dict[str, str]:
-        """Return, by partition, the offset to save: before its first group that `is_waiting` (by index) says still
-        waits.
-        """
+        """Return each partition's offset to save: before its first group that `is_waiting`, by index."""
         safe = dict(self._offsets)
         for partition, seen in self._waiting.items():
             waiting = {index: entry_id for index, entry_id in seen.items() if is_waiting(index)}
@@ -202,9 +198,7 @@ class ControllerLink:
         )
 
     async def read(self) -> Arrivals:
-        """Return new rollouts and valid directives, within a second; no rollouts before the first directive. Raises
-        FencedError.
-        """
+        """Return rollouts, after the first directive, and valid directives in a second. Raises FencedError."""
         if self._directive is None:
             arrivals = Arrivals([], await self.reader.read_directives(block_s=_BLOCK_S))
         else:
@@ -217,10 +211,7 @@ class ControllerLink:
         self._check(newest)
 
     def _apply(self, directive: Directive) -> bool:
-        """Make a directive the current one if it is valid; return whether it was.
-
-        A valid directive has this trainer's epoch, and either answers the current question or is unsolicited.
-        """
+        """Make a directive of this epoch current if it answers or is unsolicited; return whether it did."""
         self._check(directive.epoch)
         before, is_answer = self._directive, directive.answers == self._awaited
         answers = ("ready-", "leave-", f"e{directive.epoch}-step-", f"e{directive.epoch}-skip-")

@@ -119,9 +119,7 @@ class Collective:
             raise _translated(error, f"announcing {key} in {self._name}") from error
 
     def expect(self, key: str, *, deadline: float) -> str:
-        """Return the text that rank 0 announces under `key`. Raises DeadlineError at `deadline` (monotonic),
-        UpdateError if this rank has left or the store is gone.
-        """
+        """Return rank 0's text under `key`. Raises DeadlineError at `deadline`, UpdateError if left or gone."""
         began = time.monotonic()
         while self._group is not None:
             try:
@@ -243,9 +241,7 @@ _POLL_S: Final = 2e-4
 
 
 def connect_nccl(library: Any, store: Any, *, rank: int, size: int, device: torch.device, timeout_s: float) -> Any:
-    """Connect all ranks within `timeout_s`; `library` is `torch.distributed` or a fake. Raises RuntimeError, and
-    aborts.
-    """
+    """Connect all ranks within `timeout_s`, by `torch.distributed` or a fake. Raises RuntimeError, and aborts."""
     deadline = time.monotonic() + timeout_s
     options = library.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)

@@ -121,9 +121,7 @@ def packed(
     bounds: Sequence[tuple[int, int]],
     room: Callable[[int, int], torch.Tensor],
 ) -> Iterator[torch.Tensor]:
-    """Copy the weights bucket by bucket, by `bounds`, into the memory that `room(start, end)` returns, and yield it.
-    Raises UpdateError if the parameters differ from the layout.
-    """
+    """Yield the weights by `bounds`, copied into memory of `room(start, end)`. Raises UpdateError off the layout."""
     gathered = iter(weights())
     for start, end in bounds:
         filled = room(start, end)

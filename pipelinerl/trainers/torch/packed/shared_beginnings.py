@@ -124,9 +124,7 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A differentiable read of the rows `index` i64 [N] of `size` rows; `sums` adds gradients of rows that are read
-    repeatedly.
-    """
+    """A differentiable read of rows `index` i64 [N] of `size`; `sums` adds gradients of repeated rows."""
 
     index: Tensor
     size: int

@@ -327,7 +327,7 @@ _BLOCK_S: Final = 1.0
 
 
 class StreamAnnouncer:
-    """An `Announcer` for engines that read announcements from a stream. Use one event loop, and one call at a time.
+    """Announces versions to engines that read them from a stream. Use one event loop, and one call at a time.
 
     Once an engine has answered, others get their grace (`weights/grace.py`): a later one is reported as late. An engine
     without history gets `quiet_s` after the newest answer, and then a request by the publisher.
@@ -343,7 +343,10 @@ class StreamAnnouncer:
     async def tell(
         self, prepare: WeightUpdateRequest, engines: Sequence[str], *, left_out: Sequence[str], deadline: float
     ) -> dict[str, _Outcome]:
-        """Announce an update on the stream; return the reports of `engines` that read it, by URL; see `Announcer`."""
+        """Announce the PREPARE, with only the layout's id, to `engines`, but not to `left_out`; sources rotate.
+
+        Return by URL what an engine serves at `deadline` (monotonic), or why it failed; silent engines are missing.
+        """
         before = self._offset
         while await self._read_reports(block_s=0.0):
             pass

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Final, Protocol, TypeVar
 
 from inference_contract.errors import ContractError, NotPrepared, Persistence
@@ -28,19 +28,6 @@ class EngineControl(Protocol):
     async def init_process_group(self, url: str, request: InitProcessGroupRequest) -> ProcessGroupStatus: ...
 
     async def request_weight_update(self, url: str, request: WeightUpdateRequest) -> WeightUpdateResponse: ...
-
-
-class Announcer(Protocol):
-    """Announces a version to many engines together; the publisher sends requests to those that `tell` does not name."""
-
-    async def tell(
-        self, prepare: WeightUpdateRequest, engines: Sequence[str], *, left_out: Sequence[str], deadline: float
-    ) -> dict[str, WeightUpdateResponse | Failure]:
-        """Announce the version of the PREPARE, with only the layout's id, to `engines`, but not to `left_out`. Each
-        engine rotates the list of servers. Return, by base URL, what each engine serves at `deadline` (monotonic), or
-        why it failed; engines that did not answer are missing.
-        """
-        ...
 
 
 class Preparation:

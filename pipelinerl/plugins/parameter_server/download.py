@@ -29,7 +29,6 @@ from pipelinerl.errors import DeadlineError, UpdateError
 from pipelinerl.plugins.parameter_server import connection
 from pipelinerl.plugins.parameter_server.connection import ServerClient, VersionRecord
 from pipelinerl.plugins.parameter_server.shared_memory import (
-    Access,
     Attachments,
     ReceiveBuffer,
     SharedMemoryAddress,
@@ -56,7 +55,7 @@ class WeightPuller:
     def __init__(self, *, token: str | None, shared_memory: bool = True) -> None:
         self._token = token
         self._shared_memory = shared_memory
-        self._attached = Attachments(Access.READ)
+        self._attached = Attachments()
 
     def fetch(self, order: PullOrder, *, into: Any, on_progress: Callable[[int], None] = lambda _: None) -> str:
         while True:

@@ -37,7 +37,7 @@ from pipelinerl.roles.process import Identity
 from pipelinerl.streams.stream import Stream
 from pipelinerl.system.background import in_background, settled
 from pipelinerl.training.publishing import StreamAnnouncer
-from pipelinerl.weights.engine_control import Announcer, EngineControl, Failure, Preparation, lasting
+from pipelinerl.weights.engine_control import EngineControl, Failure, Preparation, lasting
 from pipelinerl.weights.grace import Grace, update_kind
 from pipelinerl.weights.publisher import Publication, PublicationProgress, PublishReport
 
@@ -75,7 +75,7 @@ class PullPublisher:
         control: EngineControl,
         placement: Uploader,
         *,
-        announcer: Announcer | None = None,
+        announcer: StreamAnnouncer | None = None,
         grace: Grace | None = None,
     ) -> None:
         self._control = control

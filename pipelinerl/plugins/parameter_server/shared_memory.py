@@ -18,7 +18,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import pairwise
 from typing import Any, Final, Self
 
@@ -34,13 +33,6 @@ _HAS_MEMFD: Final = hasattr(os, "memfd_create")
 _NUMBERS: Final = itertools.count()
 #: Maximum number of mapped segments per server: about as many as a server uses in turn.
 _KEPT: Final = 4
-
-
-class Access(StrEnum):
-    """Access of a process that maps a segment: read only, or also write."""
-
-    READ = "read"
-    WRITE = "write"
 
 
 class SharedMemoryAddress(Wire):
@@ -78,20 +70,20 @@ class Attachment:
     bytes: NDArray[np.uint8]
 
     @classmethod
-    def to(cls, address: SharedMemoryAddress, access: Access = Access.READ) -> Self | None:
+    def to(cls, address: SharedMemoryAddress, *, writable: bool = False) -> Self | None:
         """Map the segment at `address`; return None if another host, container or user owns it."""
         path, name = f"/proc/{address.pid}/fd/{address.fd}", f"/memfd:{address.name} (deleted)"
         try:
             if os.readlink(path) != name:
                 return None
-            handle = os.open(path, os.O_RDWR if access is Access.WRITE else os.O_RDONLY)
+            handle = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
         except OSError:
             return None
         try:
             # The server may have reused the descriptor for another file before `open`, so check which file was opened.
             if os.readlink(f"/proc/self/fd/{handle}") != name:
                 return None
-            how = mmap.ACCESS_WRITE if access is Access.WRITE else mmap.ACCESS_READ
+            how = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
             mapped = mmap.mmap(handle, max(address.num_bytes, 1), access=how)
         except (OSError, ValueError):
             return None
@@ -103,15 +95,15 @@ class Attachment:
 class Attachments:
     """Cache of mapped segments. A new mapping would cause page faults, which cost more than the copy itself."""
 
-    def __init__(self, access: Access) -> None:
-        self._access = access
+    def __init__(self, *, writable: bool = False) -> None:
+        self._writable = writable
         self._by_server: dict[str, dict[str, Attachment]] = {}
 
     def to(self, server: str, address: SharedMemoryAddress) -> Attachment | None:
         """Return the mapped segment at `address` of `server`; unmap segments of the server's earlier processes."""
         known = self._by_server.pop(server, {})
         alive = {name: attached for name, attached in known.items() if attached.address.pid == address.pid}
-        attached = alive.pop(address.name, None) or Attachment.to(address, self._access)
+        attached = alive.pop(address.name, None) or Attachment.to(address, writable=self._writable)
         if attached is not None:
             newest = list(alive.items())[1 - _KEPT :]
             self._by_server[server] = {**dict(newest), address.name: attached}

@@ -41,7 +41,7 @@ from pipelinerl.plugins.parameter_server.connection import (
     ShardSpec,
     VersionRecord,
 )
-from pipelinerl.plugins.parameter_server.shared_memory import Access, Attachment, Attachments
+from pipelinerl.plugins.parameter_server.shared_memory import Attachment, Attachments
 from pipelinerl.plugins.parameter_server.version_table import named
 from pipelinerl.weights.layout import WeightDigest
 from pipelinerl.weights.publisher import Publication
@@ -91,7 +91,7 @@ class Uploader:
         self._shard_of = {url: at // replicas for at, url in enumerate(urls)}
         self._shards = shards
         self._shared_memory = shared_memory
-        self._attached = Attachments(Access.WRITE)
+        self._attached = Attachments(writable=True)
         self._replicas: dict[str, Key] = {}
 
     def close(self) -> None:

@@ -130,22 +130,6 @@ def test_group_filter_gives_advantages_only_to_the_best_rollouts_of_each_group_b
     np.testing.assert_allclose(got, expected)
 
 
-def test_reward_to_go_is_the_discounted_sum_of_later_rewards_minus_their_kl_costs():
-    rule = RewardToGo(discount=0.5, kl=0.1)
-    columns = {"old_logprobs": np.array([-1.0, -2.0, -3.0]), "ref_logprobs": np.array([-2.0, -2.0, -1.0])}
-    got = computed(
-        rule,
-        rewards=np.array([4.0, 1.0]),
-        groups=np.array([0, 0]),
-        lengths=np.array([2, 1]),
-        valid=np.ones(2, bool),
-        columns=columns,
-    )
-    # KL costs 0.1, 0, −0.2. First rollout: 4 − 0 at its last token, 0.5·4 − 0.1 before it. Second rollout: 1 + 0.2.
-    np.testing.assert_allclose(got, [1.9, 4.0, 1.2])
-    assert rule.needs == {"old_logprobs", "ref_logprobs"} and RewardToGo().needs == frozenset()
-
-
 def test_rollouts_without_sampled_tokens_get_no_advantages():
     lengths = np.array([2, 0, 1, 0])
     got = computed(

@@ -69,13 +69,6 @@ def test_preset_that_divides_by_max_tokens_takes_max_tokens_from_the_run(name):
         resolve(name).agg.token_weights(lengths=one, groups=one, valid=one.astype(bool))
 
 
-def test_columns_that_only_the_advantages_read_are_in_the_objectives_passes_and_not_in_its_needs():
-    """`needs` names the columns that `evaluate` reads in the trainer; `passes` adds those of the advantages."""
-    objective = resolve({"preset": "ppo", "adv": {"kl": 0.1}, "grad2": "kl"})
-    assert objective.needs == {"ref_logprobs"}
-    assert objective.passes == {"values", "old_logprobs", "ref_logprobs"}
-
-
 def test_only_the_dapo_preset_filters_groups_whose_rollouts_all_have_the_same_reward():
     assert {name for name, preset in PRESETS.items() if preset.no_signal is NoSignal.FILTER} == {"dapo"}
     assert no_signal_of({"preset": "dapo", "grad1": {"epsilon_high": 0.3}}) is NoSignal.FILTER

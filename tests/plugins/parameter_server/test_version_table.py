@@ -151,12 +151,3 @@ def test_version_that_an_engine_or_replica_needs_may_never_be_dropped(history, e
     kept = whole - gone
     reasons = holders(kept, progress, epoch=epoch, in_use=in_use)
     assert len(reasons) == max(len(kept) - 1, 0), "every version that is kept, except the newest, must have a reason"
-
-
-@given(histories, keys)
-def test_droppable_weight_version_stays_droppable_when_engines_load_newer_versions(history, reached):
-    whole, progress, in_use = history["whole"], history["progress"], history["in_use"]
-    assert isinstance(whole, set) and isinstance(progress, dict) and isinstance(in_use, set)
-    ahead = {name: max(at, reached) if at else reached for name, at in progress.items()}
-    before = collectable(whole, progress, epoch=1, in_use=in_use)
-    assert before <= collectable(whole, ahead, epoch=1, in_use=in_use)

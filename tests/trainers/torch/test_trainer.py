@@ -236,22 +236,6 @@ def test_trainer_state_with_another_kind_or_width_of_head_is_rejected(model_path
         started(model_path("qwen2"), head=Head.VALUE, restore_from=tmp_path)
 
 
-def test_trainers_in_one_process_do_not_affect_each_other(model_path, micro_batch):
-    """accelerate keeps one state for all workers; creating a further worker must not disturb existing workers."""
-    batch = micro_batch()
-    alone = started(model_path("qwen2"))
-    expected = alone.forward([batch])[0].tobytes()
-    first = started(model_path("qwen2"))
-    others = started(model_path("qwen2"), head=Head.VALUE), started(model_path("llama"))
-    assert first.forward([batch])[0].tobytes() == expected
-    for worker in (first, *others):
-        worker.backward([batch], OBJECTIVE)
-    alone.backward([batch], OBJECTIVE)
-    norms = [worker.optimizer_step(learning_rate=1e-3).grad_norm for worker in (alone, first, *others)]
-    assert norms[0] == norms[1] and all(norm > 0 for norm in norms)
-    assert alone.forward([batch])[0].tobytes() == first.forward([batch])[0].tobytes()
-
-
 @pytest.mark.parametrize("options", [{"lora": {"rank": 2}}, {"compile": True}])
 def test_batch_invariant_kernels_are_rejected_together_with_lora_or_compiled_layers(model_path, options):
     with pytest.raises(SpecError, match=r"batch_invariant .* leave out options\.mesh, options\.lora and options"):

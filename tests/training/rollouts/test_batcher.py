@@ -238,10 +238,7 @@ def test_step_waits_for_missing_groups_that_would_be_too_old_for_every_later_ste
     assert late(ledger=ended) == [4, 5, 6, 7], "four are due at step 4, which takes two"
     ended.settle([4, 5], GroupOutcome.FILTERED)
     assert late(ledger=ended) == []
-
-
-def test_step_waits_for_no_group_if_the_controller_has_sent_no_deadlines():
-    assert late(chosen=[0], waiting=[0], directive=directive(fresh_until=[], issued=0)) == []
+    assert late(chosen=[0], waiting=[0], directive=directive(fresh_until=[], issued=0)) == [], "no deadlines"
 
 
 @pytest.mark.parametrize("seed", range(200))

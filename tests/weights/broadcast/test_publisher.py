@@ -124,19 +124,6 @@ async def test_new_weight_group_is_formed_if_the_set_of_engines_changes(publishe
     assert [await serving(control, url) for url in engines] == [(1, 3), (1, 3)]
 
 
-async def test_trainer_of_an_earlier_epoch_cannot_broadcast_weights(control, engines):
-    first = BroadcastPublisher(control)
-    await first.publish(publication(7, engines, membership=9))
-    second = BroadcastPublisher(control)
-    await second.publish(publication(5, engines, epoch=2, membership=1))
-    assert await serving(control, engines[0]) == (2, 5)
-    with pytest.raises(UpdateError, match=r"last one joined|must come after"):
-        await first.publish(publication(8, engines, membership=10))
-    assert await serving(control, engines[0]) == (2, 5)
-    await first.close()
-    await second.close()
-
-
 async def test_publication_without_engines_still_returns_the_digest_of_the_weights(publisher, engines):
     alone = await publisher.publish(publication(1, []))
     assert alone.pauses_s == {} == alone.failed

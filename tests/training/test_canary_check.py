@@ -16,6 +16,7 @@ from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.plugins.bigram.trainer import BigramTrainer
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from pipelinerl.training.canary_check import TOLERANCES, Canary, CanaryFindings, Depth, check_canary
+from pipelinerl.types import Priority
 from pipelinerl.weights.grace import Grace
 from pipelinerl.weights.publisher import PublishReport
 from tests.fakes.served import in_thread
@@ -228,3 +229,8 @@ async def test_canary_check_reaches_the_context_and_detects_deviations_that_only
 async def test_canary_check_needs_no_long_prompt_in_a_short_context(made, context_length):
     findings = await made.findings(canary=replace(CANARY, context_length=context_length))
     assert made.url in findings.worst
+
+
+def test_canary_request_has_a_different_seed_for_every_version_and_comes_before_all_work():
+    first, second = CANARY.request(1), CANARY.request(2)
+    assert first.seed != second.seed and first.priority < min(Priority.EVALUATION, Priority.TRAINING)

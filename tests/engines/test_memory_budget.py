@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipelinerl.engines.memory_budget import PREFILL_TOKENS, DeviceMemory, budget_of, reserve_of
+from pipelinerl.engines.memory_budget import DeviceMemory, budget_of, reserve_of
 from pipelinerl.errors import ModelError
 from pipelinerl.models.model_shape import read_shape
 from trainer_contract.types import WeightDType
@@ -68,18 +68,6 @@ def test_memory_share_setting_bounds_the_memory_that_the_engine_may_still_alloca
     ):
         budget.cache_within(half, context_length=8192)
     assert replace(GPU, share=1.0, free=7 * GIB).left == 3 * GIB, "another process has taken the rest"
-
-
-def test_engine_leaves_a_twentieth_of_its_gpu_memory_but_at_least_a_gib_for_unplanned_allocations():
-    assert GPU.left == 69 * GIB - RESERVE
-    small = DeviceMemory(total=16 * GIB, free=10 * GIB, ours=6 * GIB)
-    assert small.left == 10 * GIB - 3 * GIB // 2
-    assert replace(small, free=GIB).left == 0
-
-
-def test_prefill_workspace_counts_the_residual_stream_and_its_norm_in_fp32(budget):
-    residual, mlp = 3 * 4 * 4096 + 2 * 4096, 3 * 2 * 14336
-    assert budget.prefill == PREFILL_TOKENS * (residual + mlp)
 
 
 def test_memory_budget_includes_a_conversion_buffer_if_updates_arrive_in_another_dtype(tmp_path, budget):

@@ -14,8 +14,6 @@ from inference_contract.errors import (
     EngineStopped,
     InvalidRequest,
     NotFinite,
-    Overloaded,
-    UnknownModel,
     UpdateInProgress,
 )
 from inference_contract.schemas import ChatCompletionRequest, ChatMessage, EngineState, FinishReason
@@ -74,21 +72,6 @@ def _table(gate):
 # --- one request -------------------------------------------------------------------------------------------------
 
 
-async def test_completion_contains_tokens_logprobs_and_version_spans(engine, gate):
-    gate.open()
-    answer = await engine.complete(_ask(7, 8, 9, n=2, logprobs=True))
-    assert [choice.index for choice in answer.choices] == [0, 1]
-    assert answer.prompt_token_ids == [7, 8, 9]
-    assert answer.usage.model_dump() == {"prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13}
-    for choice in answer.choices:
-        assert choice.finish_reason is FinishReason.LENGTH
-        assert choice.version_spans == [(0, 5)]
-        assert choice.token_logprobs == pytest.approx(_logprobs_by({0: _table(gate)}, [7, 8, 9], choice), abs=1e-9)
-        assert choice.logprobs is not None
-        assert "".join(token.token for token in choice.logprobs.content) == choice.message.content
-    assert answer.choices[0].token_ids != answer.choices[1].token_ids
-
-
 @pytest.fixture
 async def alternating(tokenizer):
     """A started engine that samples token 8 after 7 and after the end token, and the end token after 8."""
@@ -126,52 +109,13 @@ async def test_ignore_eos_makes_samples_continue_after_end_tokens_and_allows_end
         await built.complete(_ask(7, max_tokens=4, **prefixed))
 
 
-async def test_stop_string_is_removed_from_the_text_but_its_tokens_are_returned(engine, gate, endless):
-    gate.open()
-    whole = (await engine.complete(_ask(max_tokens=30))).choices[0]
-    stop = whole.message.content[10:13]
-    cut = (await engine.complete(_ask(max_tokens=30, stop=[stop]))).choices[0]
-    at = whole.message.content.find(stop)
-    assert cut.finish_reason is FinishReason.STOP
-    assert cut.message.content == whole.message.content[:at]
-    assert whole.token_ids is not None and cut.token_ids is not None
-    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
-    assert stop in endless.decode(cut.token_ids) and stop not in endless.decode(cut.token_ids[:-1])
-
-
 async def test_context_length_limits_prompt_plus_answer_tokens(engine, gate):
     gate.open()
     answer = await engine.complete(_ask(*range(6, 46), max_tokens=1000))
     assert answer.usage.total_tokens == gate.context_length
 
 
-@pytest.mark.parametrize(
-    ("request_", "error", "message"),
-    [
-        (_ask(*[7] * 64), InvalidRequest, "context of 64 tokens, it has 64"),
-        (_ask(10_000), InvalidRequest, r"in \[0, \d+\), got 10000"),
-        (_ask(-1), InvalidRequest, "got -1"),
-        (_ask(7, model="other"), UnknownModel, "serves 'm', got 'other'"),
-        (_ask(7, n=21), InvalidRequest, "n must be at most 20"),
-    ],
-)
-async def test_engine_rejects_requests_with_invalid_prompt_model_or_sample_count(engine, request_, error, message):
-    with pytest.raises(error, match=message):
-        await engine.complete(request_)
-    assert engine.metrics().waiting_sequences == 0
-
-
 # --- batching ----------------------------------------------------------------------------------------------------
-
-
-async def test_samples_with_a_seed_are_the_same_alone_and_in_a_batch(engine, gate):
-    gate.open()
-    alone = await engine.complete(_ask(7, n=3, max_tokens=9))
-    crowd = [_ask(i, n=1 + i % 3, max_tokens=1 + i % 7, seed=i) for i in range(6, 12)]
-    first, *_ = await asyncio.gather(
-        engine.complete(_ask(7, n=3, max_tokens=9)), *(engine.complete(other) for other in crowd)
-    )
-    assert first.choices == alone.choices
 
 
 async def test_samples_of_one_request_that_start_together_share_one_prefill(engine, gate):
@@ -217,29 +161,47 @@ async def test_cancelled_request_frees_its_batch_rows_and_queue_slots(engine, ga
     assert (metrics.aborted_sequences_total, metrics.running_sequences, metrics.waiting_sequences) == (6, 0, 0)
 
 
-async def test_request_beyond_the_queue_limit_is_rejected_as_overload(engine, gate):
-    running = await _started(engine, gate, _ask(7, n=4))
-    waiting = await _submitted(engine, _ask(7, n=16))
-    assert engine.metrics().waiting_sequences == 16
-    with pytest.raises(Overloaded):
-        await engine.complete(_ask(7))
-    gate.open()
-    await asyncio.gather(running, waiting)
-
-
 # --- streaming ---------------------------------------------------------------------------------------------------
 
 
-async def test_stream_yields_each_token_and_closing_the_stream_frees_its_batch_row(engine, gate):
-    async with aclosing(engine.stream(_ask(7, max_tokens=50))) as stream:
-        pending = asyncio.ensure_future(anext(stream))
-        await _until(lambda: gate.waiting)
-        await _steps(engine, gate, 1)
-        await pending
-        assert (await anext(stream)).choices[0].token_ids
-        assert gate.steps == 1
-    await _steps(engine, gate, 1)  # run the step that already waited at the gate
-    await _until(lambda: engine.metrics().running_sequences == 0)
+def _rare(interval_s):
+    return _ask(n=2, max_tokens=20, stream=True, stream_options={"interval_s": interval_s})
+
+
+async def test_stream_with_an_interval_between_chunks_holds_back_only_the_newest_token(engine, gate):
+    async with aclosing(engine.stream(_rare(0.02))) as stream, asyncio.timeout(DEADLINE_S):
+        coming = asyncio.ensure_future(anext(stream))
+        await asyncio.to_thread(gate.allow, 4)
+        chunk = await coming
+        counts = [len(part.token_ids or ()) for part in chunk.choices]
+        while min(counts) < 3:
+            chunk = await anext(stream)
+            counts = [a + len(part.token_ids or ()) for a, part in zip(counts, chunk.choices, strict=True)]
+        assert counts == [3, 3], "the fourth may be the last"
+        gate.open()
+        rest = [part async for later in stream for part in later.choices]
+    assert sum(len(part.token_ids or ()) for part in rest) == 2 * 17
+    whole = await engine.complete(_ask(n=2, max_tokens=20))
+    assert [part.delta.content for part in rest if part.finish_reason] == [c.message.content for c in whole.choices]
+
+
+async def test_closing_engine_streams_all_sampled_tokens_before_the_error(engine, gate):
+    """No sampled token is lost, even if the streaming interval is far longer than the time until the close."""
+    came = []
+
+    async def follow():
+        async for chunk in engine.stream(_rare(3600.0)):
+            came.extend(len(part.token_ids or ()) for part in chunk.choices)
+
+    following = asyncio.create_task(follow())
+    await asyncio.to_thread(gate.allow, 5)
+    closing = asyncio.create_task(engine.close())
+    await _until(lambda: engine.health().state is EngineState.STOPPED)  # or the engine would finish the answer
+    gate.open()
+    with pytest.raises(EngineStopped):
+        await following
+    await closing
+    assert len(came) == 2 and min(came) >= 5
 
 
 # --- weight updates ----------------------------------------------------------------------------------------------
@@ -314,6 +276,16 @@ async def test_update_in_recompute_kv_mode_prefills_identical_contexts_only_once
     assert one.token_ids == other.token_ids
 
 
+async def test_update_in_recompute_kv_mode_prefills_the_given_prefix_and_the_new_tokens(engine, gate):
+    prefixes = [{"index": 0, "token_ids": [5, 6]}]
+    running = await _started(engine, gate, _ask(7, 8, 9, max_tokens=20, prefixes=prefixes))
+    await _steps(engine, gate, 1)
+    await _updated(engine, gate, OnUpdate.RECOMPUTE_KV)
+    assert gate.log == ["prefill 4 tokens to rows [0]", "swap", "prefill 6 tokens to rows [0]"]
+    gate.open()
+    await running
+
+
 @pytest.mark.parametrize(
     ("on_update", "joins"),
     [
@@ -339,17 +311,6 @@ async def test_sample_that_starts_after_an_update_does_not_reuse_the_prompt_cach
     await asyncio.gather(*shorts)
 
 
-async def test_top_k_of_vocabulary_size_or_more_is_passed_to_the_runner_as_zero(engine, gate):
-    """A top-k of zero turns top-k off, so the runner need not sort."""
-    placed = []
-    place = gate.place
-    gate.place = lambda states: (placed.extend(states), place(states))[1]
-    gate.open()
-    for top_k in (2**31 - 1, gate.vocab_size, gate.vocab_size - 1):
-        await engine.complete(_ask(7, top_k=top_k))
-    assert [state.top_k for state in placed] == [0, 0, gate.vocab_size - 1]
-
-
 async def test_samples_aborted_by_an_update_return_the_tokens_sampled_so_far(engine, gate):
     running = await _started(engine, gate, _ask(7, n=4, max_tokens=12))
     waiting = await _submitted(engine, _ask(8, max_tokens=2))
@@ -366,20 +327,6 @@ async def test_samples_aborted_by_an_update_return_the_tokens_sampled_so_far(eng
     assert (metrics.aborted_sequences_total, metrics.finished_sequences_total) == (4, 1)
 
 
-async def test_update_in_abort_mode_ends_streams_with_finish_reason_abort(engine, gate):
-    async def chunks():
-        stream = engine.stream(_ask(7, max_tokens=12))
-        return [choice.finish_reason async for chunk in stream for choice in chunk.choices]
-
-    reading = asyncio.create_task(chunks())
-    await _until(lambda: gate.waiting)
-    await _steps(engine, gate, 1)
-    commit = await _commit(engine, OnUpdate.ABORT)
-    gate.open()
-    await commit
-    assert (await reading)[-1] is FinishReason.ABORT
-
-
 async def test_update_in_drain_mode_waits_for_running_samples(engine, gate):
     running = await _started(engine, gate, _ask(7, n=3, max_tokens=6))
     await _steps(engine, gate, 2)
@@ -394,13 +341,6 @@ async def test_update_in_drain_mode_waits_for_running_samples(engine, gate):
     assert {tuple(choice.version_spans or []) for choice in (await running).choices} == {((0, 6),)}
     assert (await waiting).choices[0].version_spans == [(1, 2)]
     assert gate.batch_sizes == [3] * 6 + [1] * 2
-
-
-async def test_idle_engine_commits_new_weights_immediately(engine):
-    async with asyncio.timeout(DEADLINE_S):
-        for version, on_update in enumerate(OnUpdate, start=1):
-            await engine.commit(version=version, epoch=0, on_update=on_update)
-    assert engine.serving() == (0, 4)
 
 
 # --- closing and failures ----------------------------------------------------------------------------------------

@@ -34,24 +34,6 @@ def _feed(window, tokenizer, text):
     return False, taken + window.take()
 
 
-@pytest.mark.parametrize(
-    ("text", "stops", "shown", "stopped"),
-    [
-        ("hello world", (), "hello world", False),
-        ("hello world", ("wor",), "hello ", True),
-        ("aab", ("ab",), "a", True),
-        ("abab", ("abc",), "abab", False),
-        ("x+y=z", ("=", "y="), "x+", True),
-        ("abcab", ("abd", "cab"), "ab", True),
-        ("stop", ("stop",), "", True),
-    ],
-)
-def test_streamed_text_is_cut_before_the_first_stop_string(tokenizer, text, stops, shown, stopped):
-    window = _window(tokenizer, *stops)
-    assert _feed(window, tokenizer, text) == (stopped, shown)
-    assert window.text == shown
-
-
 def test_stop_string_detected_in_streamed_text_is_that_of_a_search_in_the_whole_text(tokenizer):
     stops = ("aba", "bb")
     for letters in itertools.product("ab", repeat=7):

@@ -1,4 +1,7 @@
-"""The engine client reuses connections only if that is safe, and repeats only requests that are idempotent."""
+"""The engine client reuses connections only if that is safe, and repeats only requests that are idempotent.
+
+It raises the engine's own errors, and names the URL if no engine answers.
+"""
 
 import asyncio
 import re
@@ -6,13 +9,15 @@ from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 
+from inference_contract.errors import ContractError, NotPrepared
 from inference_contract.schemas import ChatCompletionRequest, ChatMessage
 from inference_contract.weights import UpdatePhase, UpdateStatus, WeightUpdateRequest
 from pipelinerl.engines.http import client as engine_client
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.errors import EngineUnreachable
-from tests.fakes.raw_server import response
-from tests.fakes.scripted_engine import LAYOUT
+from tests.fakes.raw_server import raw_server, response, sending
+from tests.fakes.scripted_engine import LAYOUT, application
+from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 
 HEALTH = b'{"state":"ready","epoch":0,"model_version":3}'
@@ -192,9 +197,43 @@ async def test_stream_that_does_not_end_yields_what_has_arrived_and_its_connecti
 
 @pytest.mark.parametrize(
     "url",
-    ["127.0.0.1:80", "ftp://127.0.0.1", "http://", "http://a b", "http://a..b", f"http://{'h' * 64}", "http://a:65536"],
+    [
+        "http://127.0.0.1:9",
+        "127.0.0.1:80",
+        "ftp://127.0.0.1",
+        "http://",
+        "http://a b",
+        "http://a..b",
+        f"http://{'h' * 64}",
+        "http://a:65536",
+    ],
 )
 async def test_url_that_names_no_server_raises_engine_unreachable(url):
     async with EngineClient() as client:
         with pytest.raises(EngineUnreachable, match="failed"):
+            await client.health(url)
+
+
+async def test_engine_client_raises_the_engines_errors_with_class_and_param():
+    with in_thread(application(token="t")) as url:
+        async with EngineClient(token="t") as client:
+            with pytest.raises(NotPrepared) as refused:
+                await client.request_weight_update(url, UPDATE)
+    assert refused.value.param == "group"
+
+
+@pytest.mark.parametrize(
+    ("answer", "raised", "sentence"),
+    [
+        (response(b"{}"), EngineUnreachable, "must answer with a Health; state: Field required"),
+        (b"SSH-2.0-OpenSSH\r\n", EngineUnreachable, "is the engine running"),
+        (response(b"<html>", status=502), EngineUnreachable, "HTTP 502 without the contract's error"),
+        (response(b"Internal Server Error", status=500), EngineUnreachable, "HTTP 500 without"),
+        (response(b"", status=302, location="/login"), ContractError, "got HTTP 302 with another body"),
+    ],
+    ids=["JSON outside the contract", "not HTTP", "proxy error", "internal server error", "redirect to a login page"],
+)
+async def test_server_that_is_no_engine_gives_an_error_that_says_so(answer, raised, sentence):
+    async with raw_server(sending(answer)) as url, EngineClient() as client:
+        with pytest.raises(raised, match=sentence):
             await client.health(url)

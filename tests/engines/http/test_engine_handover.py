@@ -19,7 +19,6 @@ from tests.fakes.served import as_process, in_thread
 from tests.patience import PATIENCE_S, SOON_S
 
 LENGTH = 6
-STANDS_STILL = "stands still"
 #: What the last chunk of a sample says.
 LAST = {"end": "length", "text": "whole"}
 
@@ -61,7 +60,6 @@ class Scripted:
         self.offers = dict.fromkeys(engines, Continuation.SAME_NOISE)
         self.requests = []
         self.short = {}
-        self.stands_still = asyncio.Event()
 
     async def health(self, url):
         return Health(state=EngineState.READY, model_version=0, epoch=0, continuation=self.offers[url])
@@ -85,9 +83,6 @@ class Scripted:
         epoch, version, count, error = self.engines[url]
         for come in range(1, LENGTH + 2):
             if error is not None and come > count:
-                if error is STANDS_STILL:
-                    self.stands_still.set()
-                    await asyncio.sleep(PATIENCE_S)
                 raise error
             parts = []
             for i, begun in given.items():
@@ -113,17 +108,6 @@ async def test_answer_continues_on_another_engine_after_the_first_fails(error):
     assert [choice.version_spans for choice in answer.completion.choices] == [[(7, 4), (6, 2)]] * 2
     assert (answer.url, answer.tokens_kept, answer.tokens_resampled) == ("b", 8, 0)
     assert begun == [0], "its oldest token is as old as it was"
-
-
-async def test_answer_continues_on_another_engine_after_the_first_is_removed():
-    client = Scripted(a=(1, 7, 3, STANDS_STILL), b=(1, 7, 0, None))
-    pool = EnginePool(client, ["a"])
-    running = asyncio.create_task(pool.complete(ask()))
-    await client.stands_still.wait()
-    pool.update(["b"])
-    answer = await running
-    is_whole(answer)
-    assert client.requests == [("a", None), ("b", [3, 3])] and answer.tokens_kept == 6
 
 
 async def test_samples_that_are_complete_are_not_requested_again_after_a_handover():

@@ -11,7 +11,6 @@ from inference_contract.schemas import (
     ChunkChoice,
     Delta,
     FinishReason,
-    StreamOptions,
 )
 from pipelinerl.engines.http.pool import PartialAnswer
 from pipelinerl.errors import EngineUnreachable
@@ -41,11 +40,6 @@ def answer(*chunks):
     for each in chunks:
         assert made.take(each, url="a")
     return made
-
-
-def test_request_without_received_tokens_is_sent_unchanged_to_the_next_engine():
-    expected = ASKED.model_copy(update={"stream": True, "stream_options": StreamOptions(interval_s=0.5)})
-    assert answer().rest() == expected
 
 
 def test_remaining_request_contains_unfinished_samples_and_the_exact_prompt():
@@ -115,15 +109,6 @@ def test_tokens_kept_at_handovers_count_once_and_count_as_resampled_if_they_are_
     begun.forget()
     assert (begun.tokens_kept, begun.tokens_resampled, begun.num_tokens) == (0, 3, 0)
     assert begun.rest().prefixes is None and begun.rest().messages == ASKED.messages
-
-
-def test_chunk_from_another_trainer_epoch_does_not_continue_a_partial_answer():
-    """Weights of different trainer epochs may have diverged, even if their version numbers are equal."""
-    begun = answer(chunk(part(0, [5], 7), prompt=[1], epoch=1))
-    assert not begun.take(chunk(part(0, [6], 7), epoch=2), url="b")
-    assert begun.num_tokens == 1, "nothing of it was taken"
-    begun.forget()
-    assert begun.take(chunk(part(0, [6], 7), epoch=2, prompt=[1]), url="b")
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,7 @@ from pipelinerl.errors import DeadlineError, EngineUnreachable
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from tests.fakes.engine_options import bigram_engine
-from tests.fakes.scripted_engine import ScriptedEngine, application
-from tests.fakes.served import as_process, in_thread
+from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S, SOON_S
 
 URLS = ("a", "b", "c", "d")
@@ -69,19 +68,6 @@ def test_indexed_choice_of_the_engine_that_is_done_first_equals_that_of_a_full_s
             load.add(url, -given_back)
         assert load.pick(lambda url: False) == slow(tokens, serving, set(), speeds)
         assert load.outstanding == {url: tokens[url] for url in serving}
-
-
-@pytest.mark.parametrize("speeds", [{}, {"b": 0.5}, {"b": 0.5, "c": 0.1}, {"a": 4.0}])
-def test_work_follows_speed_so_that_all_engines_are_done_at_nearly_the_same_time(speeds):
-    load, rows = LeastBusy(), Counter[str]()
-    load.serve(URLS, speeds)
-    for _ in range(60):
-        url = load.pick(lambda url: False, 100)
-        assert url is not None
-        load.add(url, 100)
-        rows[url] += 1
-    done_after = max(rows[url] / speeds.get(url, 1.0) for url in rows)
-    assert 60 / sum(speeds.get(url, 1.0) for url in URLS) / done_after >= 0.9
 
 
 def test_equally_busy_engines_are_picked_in_order_of_name_or_in_an_order_that_differs_by_actor():
@@ -246,21 +232,6 @@ async def test_request_fails_only_when_every_serving_engine_has_rejected_it():
         await asyncio.wait_for(pending, SOON_S)
 
 
-async def test_prompt_too_long_for_one_engine_is_answered_by_an_engine_with_a_longer_context(tokenizer):
-    """Use two real engines with different context lengths."""
-    short_one, long_one = (bigram_engine(tokenizer, context_length=length) for length in (32, 64))
-    long = ChatCompletionRequest(prompt_token_ids=[7] * 40, seed=4, max_tokens=2)
-    with in_thread(create_app(short_one, token=None)) as one, in_thread(create_app(long_one, token=None)) as other:
-        async with EngineClient() as client, asyncio.timeout(PATIENCE_S):
-            pool = EnginePool(client, [one, other])
-            # The requests are sent concurrently, so each engine gets one.
-            answers = await asyncio.gather(*(pool.complete(long) for _ in range(3)))
-            assert {answer.url for answer in answers} == {other}
-            pool.update([one])
-            with pytest.raises(InvalidRequest, match=f"^{one}: .*context of 32 tokens"):
-                await pool.complete(long)
-
-
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f"}}]], ids=["plain", "tools"])
 async def test_text_of_an_answer_is_reported_while_a_real_engine_samples_it(tools, tokenizer):
     request = ChatCompletionRequest(
@@ -302,15 +273,6 @@ async def test_waiting_request_uses_an_engine_as_soon_as_it_joins():
     assert (await waiting).url == "late"
 
 
-async def test_draining_engine_finishes_its_request():
-    may_end = asyncio.Event()
-    pool = EnginePool(Script(a=lambda: may_end, b=lambda: None), ["a"])
-    running = await begun(pool, ask())
-    pool.update(["b"], finishing=["a"])
-    may_end.set()
-    assert (await running).url == "a" and pool.outstanding == {"b": 0}
-
-
 async def test_requests_still_running_on_an_engine_count_as_load_when_that_engine_serves_again():
     may_end = asyncio.Event()
     pool = EnginePool(Script(a=lambda: may_end, b=lambda: None), ["a"])
@@ -332,37 +294,6 @@ async def test_request_of_a_removed_engine_moves_to_another_engine_and_keeps_its
     assert (await running).url == "b" and client.calls == [("a", 4), ("b", 4)]
     assert beginnings == [0, 1], "each try is a new beginning"
     assert pool.outstanding == {"b": 0}
-
-
-async def test_request_moved_to_another_engine_frees_its_slots_on_the_first_engine():
-    slow = ScriptedEngine(step_s=0.5)
-    with in_thread(create_app(slow, token=None)) as leaves, in_thread(application()) as stays:
-        async with EngineClient() as client, asyncio.timeout(PATIENCE_S):
-            pool = EnginePool(client, [leaves])
-            running = asyncio.create_task(pool.complete(ask(n=4, max_tokens=150)))
-            while slow._running == 0:
-                await asyncio.sleep(0.005)
-            pool.update([stays])
-            assert (await running).url == stays
-            while slow._running > 0:
-                await asyncio.sleep(0.005)
-
-
-async def test_no_request_is_lost_when_an_engine_is_killed():
-    """Kill one of two real engines with requests in flight; every answer equals that of an undisturbed engine."""
-    requests = [ask(n=4, max_tokens=150, return_token_ids=True).model_copy(update={"seed": seed}) for seed in range(8)]
-    # The engine is so slow that no answer is complete before the kill.
-    slow = as_process("tests.fakes.scripted_engine", "none", "0.5")
-    with in_thread(application()) as stays, slow as (dies, process):
-        async with EngineClient() as client:
-            expected = [await client.chat(stays, request) for request in requests]
-            pool = EnginePool(client, [dies, stays])
-            running = [asyncio.create_task(pool.complete(request)) for request in requests]
-            await asyncio.sleep(0.02)
-            process.kill()
-            answers = await asyncio.gather(*running)
-    assert [answer.completion.choices for answer in answers] == [whole.choices for whole in expected]
-    assert {answer.url for answer in answers} == {stays}
 
 
 async def test_answer_of_an_engine_that_restarted_with_initial_weights_is_rejected():

@@ -10,13 +10,10 @@ import httpx
 import pytest
 
 from inference_contract.errors import EngineStopped
-from inference_contract.schemas import ChatCompletionRequest, EngineMetrics
+from inference_contract.schemas import ChatCompletionRequest
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.engines.http.server import METRICS_PREFIX, create_app
-from pipelinerl.errors import AddressError
-from pipelinerl.observability.status import prometheus_text
+from pipelinerl.engines.http.server import create_app
 from pipelinerl.system import http_service
-from pipelinerl.system.http_service import listen
 from tests.fakes.scripted_engine import MODEL, ScriptedEngine, application
 from tests.fakes.served import as_process, in_thread
 from tests.patience import PATIENCE_S, SOON_S
@@ -68,14 +65,6 @@ def test_request_body_that_never_ends_times_out(url, monkeypatch):
         lines = ("POST /v1/chat/completions HTTP/1.1", "host: x", f"authorization: Bearer {TOKEN}", "content-length: 9")
         slow.sendall("\r\n".join([*lines, "content-type: application/json", "", ""]).encode())
         assert b"408" in slow.recv(4096).split(b"\r\n")[0]
-
-
-def test_metrics_route_reports_one_value_per_metric(client):
-    text = client.get("/metrics").text
-    assert text.count("# TYPE") == len(EngineMetrics.model_fields)
-    assert "# TYPE pipelinerl_engine_generated_tokens_total counter" in text
-    lines = prometheus_text(EngineMetrics(slots=3).model_dump(), prefix=METRICS_PREFIX).splitlines()
-    assert lines[5] == "pipelinerl_engine_slots 3"
 
 
 class _Broken:
@@ -146,15 +135,6 @@ def test_small_responses_are_not_delayed_by_nagles_algorithm(client):
         return time.perf_counter() - began
 
     assert any(took_s() < 0.035 for _ in range(200)), "a busy machine lets some be quick"
-
-
-def test_listening_on_a_taken_port_or_on_an_address_of_another_machine_raises_an_address_error():
-    with listen("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(AddressError, match=rf"^port {port} on 127\.0\.0\.1 is taken; .*choose another$"):
-            listen("127.0.0.1", port)
-    with pytest.raises(AddressError, match=r"^cannot listen on 192\.0\.2\.1:0"):
-        listen("192.0.2.1", 0)
 
 
 async def test_closing_server_answers_running_requests_with_engine_stopped():

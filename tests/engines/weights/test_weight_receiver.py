@@ -36,7 +36,6 @@ from pipelinerl.engines.weights.weight_receiver import WeightReceiver
 from pipelinerl.errors import DeadlineError, UpdateError
 from pipelinerl.weights.broadcast.collective import Rendezvous
 from pipelinerl.weights.layout import WeightDigest
-from pipelinerl.weights.pull import Shard
 from tests.fakes.groups import joining, rank
 from tests.patience import PATIENCE_S, SOON_S
 
@@ -376,17 +375,6 @@ PULL = {
     "group": None,
     "generation": None,
 }
-
-
-async def test_pull_update_needs_no_process_group(setting):
-    pull = setting.pulls()
-    await setting.prepare(epoch=3, **PULL)
-    assert await setting.commit(epoch=3) is UpdateStatus.COMMITTED
-    assert setting.receiver.digest == DIGEST
-    (order,) = pull.orders
-    assert order.shards == (Shard(("http://store:1",), ((0, len(BYTES)),)),)
-    assert (order.epoch, order.version) == (3, 1)
-    assert setting.target.finished == [BYTES.tobytes()]
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,11 @@
 
 import pytest
 import torch
-import transformers as hf
 
 from pipelinerl.engines.torch import attention
 from pipelinerl.engines.torch.attention import attend_prefill
-from pipelinerl.engines.torch.engine import load_runner
 from pipelinerl.engines.torch.page_cache import CacheReading
 from pipelinerl.numerics import torch_attention
-from tests.fakes.engine_options import engine_options
-from trainer_contract.types import Device
 
 SCALE = 0.3
 
@@ -67,14 +63,6 @@ def test_queries_whose_scores_exceed_the_bound_attend_in_blocks_with_equal_resul
     in_blocks = attend_prefill(query, key, value, CacheReading.GATHERED, window, SCALE, softcap)
     torch.testing.assert_close(in_blocks, at_once, rtol=1e-6, atol=1e-6)
     assert len(computed) == -(-19 // queries) and max(computed) <= attention.PREFILL_SCORES
-
-
-def test_engine_keeps_torch_from_building_a_cudnn_plan_for_each_new_prompt_shape(tmp_path):
-    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, intermediate_size=16)).save_pretrained(tmp_path)
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    load_runner(engine_options(model_path=tmp_path, slots=2, context_length=16, device=Device.CPU))
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize(

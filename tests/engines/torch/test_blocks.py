@@ -1,11 +1,13 @@
-"""Tests of the block table of the paged KV cache: rows share the blocks of common prefixes, and no block leaks."""
+"""Rows share the cache blocks of common prefixes, no block leaks, and rows with equal tokens are computed once."""
 
 import numpy as np
 import pytest
 
-from pipelinerl.engines.torch.blocks import BlockTable, tokens_of
+from pipelinerl.engines.torch.blocks import AlikeRows, BlockTable, tokens_of
 
 SIZE, ROWS, CONTEXT = 4, 4, 16
+#: Rows of the batches in which equal rows are merged.
+WIDE = 8
 COMMON = list(range(2 * SIZE + 3))
 
 
@@ -49,20 +51,6 @@ def test_least_recently_used_prefix_is_evicted_first():
         blocks.release(0, len(prompt))
     blocks.begin([1], tokens_of([200 + token for token in range(CONTEXT - 1)]))
     assert len(blocks.find(tokens_of(COMMON))) == 2 and not blocks.find(tokens_of(other))
-
-
-def test_paged_cache_holds_four_times_as_many_heavy_tailed_sequences_as_full_length_rows_would():
-    """Sequence lengths are those of `python -m benchmarks engine`. A full row has the whole context length."""
-    random, rows, context, size = np.random.default_rng(0), 8, 320, 32
-    blocks = BlockTable(rows=100, context=context, blocks=rows * context // size, size=size, keeps_few=False)
-    held = 0
-    while True:
-        length = 16 + min(256, int(8 * (1 + random.pareto(1.0))))
-        if blocks.free < -(-length // size):
-            break
-        blocks.begin([held], random.integers(0, 9, length).astype(np.int32))
-        held += 1
-    assert held >= 4 * rows
 
 
 def test_request_for_more_cache_blocks_than_are_free_returns_false_instead_of_raising():
@@ -127,3 +115,44 @@ def test_blocks_in_doubt_are_cleared_only_if_no_other_row_reads_them():
         blocks.release(row, len(COMMON))
     assert not blocks.find(tokens_of(COMMON)), "blocks in doubt are not indexed again"
     assert blocks.spoil([2]) == sorted(blocks.table[2, :3].tolist())
+
+
+def test_batch_rows_with_equal_tokens_are_computed_separately_if_merging_would_save_too_few_rows():
+    alike = AlikeRows(WIDE)
+    alike.begin(range(2))
+    assert alike.step(np.zeros(WIDE, np.int64), np.zeros(WIDE, np.int64)) is not None
+    alike = AlikeRows(2 * WIDE)
+    alike.begin(range(2))
+    assert alike.step(np.zeros(2 * WIDE, np.int64), np.zeros(2 * WIDE, np.int64)) is None
+
+
+def test_batch_rows_computed_as_one_row_have_equal_tokens_after_any_sequence_of_events():
+    """Rows begin, step, end and move at random; the test keeps the tokens of each row to check the duplicates."""
+    random = np.random.default_rng(0)
+    alike, held, count = AlikeRows(WIDE), [()] * WIDE, 0
+    merged = 0
+    for _ in range(4000):
+        kind = random.integers(0, 6)
+        if kind == 0 and count < WIDE:
+            rows = list(range(count, min(WIDE, count + int(random.integers(1, 5)))))
+            alike.begin(rows)
+            # Rows that begin separately may count as different even if their prompts are equal.
+            beginning = (f"prompt {random.integers(0, 3)}",)
+            for row in rows:
+                held[row] = beginning
+            count += len(rows)
+        elif kind == 1 and count > 1:
+            row, count = int(random.integers(0, count - 1)), count - 1
+            alike.move([count], [row])
+            held[row] = held[count]
+        elif count:
+            feeds = random.integers(0, 2, count) if random.random() < 0.3 else np.zeros(count, np.int64)
+            for row in range(count):
+                held[row] = (*held[row], int(feeds[row]))
+            computed = alike.step(feeds, np.array([len(each) for each in held[:count]]))
+            if computed is not None:
+                assert sorted(set(computed.of_row)) == list(range(len(computed.first)))
+                assert all(held[row] == held[computed.first[of]] for row, of in enumerate(computed.of_row))
+                assert all(computed.of_row[row] == of for of, row in enumerate(computed.first))
+                merged += count - len(computed.first)
+    assert merged > 1000

@@ -9,14 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from inference_contract.errors import NotFinite
-from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest
 from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import from_options, load_runner
 from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError
-from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
@@ -43,28 +41,6 @@ def model_path(tmp_path_factory):
 @pytest.fixture
 def options(model_path):
     return engine_options(model_path=model_path, slots=8, context_length=CONTEXT, device=Device.CPU, threads=1)
-
-
-async def test_torch_engine_answers_chats_and_reports_its_model_card_and_metrics(model_path):
-    engine = from_options(
-        EngineOptions(
-            model_path=model_path, model_id="m", slots=4, max_waiting=8, context_length=64, device=Device.CPU, threads=1
-        )
-    )
-    await engine.start()
-    answer = await engine.complete(
-        ChatCompletionRequest(
-            messages=[ChatMessage(role="user", content="hello")], n=3, max_tokens=6, seed=1, return_token_ids=True
-        )
-    )
-    card, metrics = engine.model_card(), engine.metrics()
-    await engine.close()
-    tokenizer = ChatTokenizer.load(model_path)
-    assert tokenizer.decode(answer.prompt_token_ids or []) == "<|user|>hello<|end|><|assistant|>"
-    assert len({tuple(choice.token_ids or []) for choice in answer.choices}) == 3
-    assert (card.context_length, card.layout_id) == (64, card.layout.layout_id)
-    assert (metrics.slots, metrics.weight_bytes) == (4, card.layout.num_bytes)
-    assert metrics.prompt_tokens_total == len(answer.prompt_token_ids)
 
 
 @pytest.mark.parametrize("early", [False, True])

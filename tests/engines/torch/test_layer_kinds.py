@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from inference_contract.schemas import ChatCompletionRequest
-from inference_contract.weights import OnUpdate
 from pipelinerl import rng
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Prefill
@@ -22,9 +21,7 @@ from pipelinerl.engines.torch.engine import load_runner
 from pipelinerl.errors import ModelError
 from pipelinerl.models.model_shape import read_shape
 from tests.fakes.engine_options import engine_options
-from tests.fakes.gated_runner import GatedRunner
 from tests.fakes.torch_rows import Row, bytes_of, decode, place, prefilled, start, swap
-from tests.fakes.update_in_flight import samples_across_an_update
 from tests.families import zoo
 from trainer_contract.types import Device, Kernels, WeightDType
 
@@ -205,12 +202,6 @@ def test_predicted_cache_is_the_one_that_the_engine_allocates(models, name, dtyp
     assert predicted.cache + predicted.states == runner.cache_bytes > 0
 
 
-def test_model_without_attention_needs_memory_for_states_alone(models):
-    options = engine_options(model_path=models / "mamba2", slots=3, device=Device.CPU, threads=1)
-    inputs, state = (64 + 2 * 8) * 4, 4 * 16 * 8
-    assert load_runner(options, cache_bytes=0).cache_bytes == 2 * 3 * 3 * (inputs + state) * 4
-
-
 def _chat_model(path, name, tokenizer):
     config = zoo.config_of(name)
     config.vocab_size = tokenizer.vocab_size
@@ -220,16 +211,6 @@ def _chat_model(path, name, tokenizer):
     zoo.randomise(model)
     model.save_pretrained(path)
     return engine_options(model_path=path, slots=6, context_length=128, device=Device.CPU, threads=1)
-
-
-@pytest.mark.parametrize("on_update", [OnUpdate.CONTINUE, OnUpdate.RECOMPUTE_KV])
-async def test_engine_with_states_updates_weights_during_decoding(tmp_path, endless, on_update):
-    options = _chat_model(tmp_path, "falcon_h1", endless)
-    gate = GatedRunner(load_runner(options))
-    engine = BatchingEngine(options, load=lambda: gate, tokenizer=endless)
-    await engine.start()
-    await samples_across_an_update(gate, engine, tmp_path, on_update, factor=1.1, tolerance=2e-5, as_bytes=bytes_of)
-    await engine.close()
 
 
 @pytest.mark.parametrize("name", ["lfm2", "gpt_oss"])

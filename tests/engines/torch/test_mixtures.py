@@ -8,15 +8,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from inference_contract.conformance import CheckOutcome, run
-from inference_contract.errors import InvalidRequest
-from inference_contract.routed_experts import RoutedExperts
-from inference_contract.schemas import AnswerPrefix, ChatCompletionRequest, StreamOptions
+from inference_contract.schemas import AnswerPrefix, ChatCompletionRequest
 from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.torch.engine import from_options, load_runner
 from pipelinerl.numerics.routed_experts import off_the_wire
-from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
 from tests.fakes.mixtures import CONTEXT, ROUTING, save_mixture
@@ -94,19 +91,6 @@ async def test_answer_to_a_prompt_of_one_token_reports_no_prompt_experts(engine,
     )
 
 
-@pytest.mark.parametrize("interval_s", [0.0, 0.001])
-async def test_stream_reports_the_same_experts_as_the_unstreamed_answer(engine, interval_s):
-    whole = await engine.complete(request_with())
-    stream = engine.stream(request_with(stream=True, stream_options=StreamOptions(interval_s=interval_s)))
-    chunks = [chunk async for chunk in stream]
-    assert [chunk.prompt_routed_experts for chunk in chunks if chunk.prompt_token_ids] == [whole.prompt_routed_experts]
-    for choice in whole.choices:
-        parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index and part.token_ids]
-        assert RoutedExperts.joined([part.routed_experts for part in parts if part.routed_experts]) == (
-            choice.routed_experts
-        )
-
-
 async def test_continued_answer_reports_only_the_experts_of_its_new_tokens(engine):
     whole = await engine.complete(request_with(n=1))
     (choice,) = whole.choices
@@ -140,19 +124,6 @@ async def test_update_with_recomputed_cache_keeps_the_experts_of_sampled_tokens(
     old = chosen_by(mixture, tokens)[len(PROMPT) - 1 : -1]
     np.testing.assert_array_equal(rows[:before], old[:before])
     assert not np.array_equal(np.sort(rows[before:]), np.sort(old[before:]))
-
-
-async def test_engine_of_a_model_without_experts_rejects_requests_for_routed_experts(tmp_path):
-    tokenizer = char_tokenizer()
-    shape = DecoderShape(hidden=16, layers=1, heads=2, intermediate=16, vocab=len(tokenizer))
-    random_decoder(shape).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    engine = from_options(engine_options(model_path=tmp_path, device=Device.CPU, threads=1))
-    await engine.start()
-    with pytest.raises(InvalidRequest, match="cannot report the experts of this model") as refusal:
-        await engine.complete(request_with())
-    assert refusal.value.param == "return_routed_experts"
-    await engine.close()
 
 
 def test_engine_of_a_mixture_model_passes_the_conformance_checks_that_concern_experts(options):

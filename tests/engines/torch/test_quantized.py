@@ -171,27 +171,6 @@ def test_quantized_model_after_an_update_equals_loading_the_new_model(path, othe
         assert np.array_equal(logprobs, then[1])
 
 
-def test_quantized_engine_receives_weights_in_the_models_own_layout(path):
-    native, quantized = _runner(path, WeightFormat.NATIVE), _runner(path, WeightFormat.INT8)
-    assert quantized.layout == native.layout
-    assert quantized.staging().shape == native.staging().shape == (native.layout.num_bytes,)
-
-
-def test_swapping_quantized_weights_exchanges_buffers_without_copying(path, other):
-    model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
-    runner = TorchRunner(model, engine_options(slots=1, context_length=8, weights=WeightFormat.INT8))
-    runner.staging()[:] = _sent(other)
-    served = [parameter.data_ptr() for parameter in model.parameters()]
-    runner.finish_staging()
-    assert [parameter.data_ptr() for parameter in model.parameters()] == served
-    runner.swap()
-    spare = [parameter.data_ptr() for parameter in model.parameters()]
-    assert not set(spare) & set(served)
-    runner.finish_staging()
-    runner.swap()
-    assert [parameter.data_ptr() for parameter in model.parameters()] == served
-
-
 def test_int8_linear_weights_take_a_quarter_of_the_memory_of_float32_weights(path):
     model = load_for_decoding(path, dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     linears = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m.weight.shape[0] != VOCAB)

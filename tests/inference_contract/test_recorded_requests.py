@@ -37,11 +37,6 @@ def client(tmp_path_factory):
         yield client
 
 
-def test_recording_contains_forty_requests_of_three_public_clients():
-    assert len(RECORDED) == 40
-    assert {each["client"].split()[0] for each in RECORDED} == {"openai", "litellm", "openai-agents"}
-
-
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda each: f"{each['client']}: {each['call']}")
 def test_recorded_request_is_answered_or_its_unsupported_field_is_rejected_by_name(client, recorded):
     body = {"max_tokens": 6} | recorded["body"]

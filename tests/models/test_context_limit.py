@@ -1,6 +1,5 @@
 """Scaled rotary embeddings: engine and trainer equal transformers up to a limit; longer sequences are rejected."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from pipelinerl.engines.batching.model_runner import Prefill, RowState
 from pipelinerl.engines.torch.engine import load_runner
 from pipelinerl.engines.torch.forward import ModuleForward
 from pipelinerl.errors import ModelError
-from pipelinerl.models.context_limit import context_problem, rotary_limit
+from pipelinerl.models.context_limit import rotary_limit
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from tests.fakes.engine_options import engine_options
 from trainer_contract.errors import BatchError
@@ -181,16 +180,3 @@ def test_limit_is_the_length_from_which_transformers_angles_depend_on_the_sequen
 )
 def test_limit_is_read_from_current_and_older_configurations(table, limit):
     assert rotary_limit({"max_position_embeddings": 512, **table}) == limit
-
-
-def test_context_up_to_the_original_length_is_accepted_and_a_longer_one_names_the_reason():
-    config = config_of("longrope")
-    assert context_problem(config, Path("phi"), ORIGINAL) is None
-    problem = context_problem(config, Path("phi"), ORIGINAL + 1)
-    assert problem is not None and problem.startswith(
-        f"context_length must be at most {ORIGINAL}, got {ORIGINAL + 1}: "
-    )
-    assert "phi (longrope) depend on the text's whole length" in problem
-    assert context_problem(hf.GPT2Config(n_positions=8), Path("gpt2"), 9) == (
-        "context_length must be at most the 8 positions of gpt2, got 9"
-    )

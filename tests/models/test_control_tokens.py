@@ -9,7 +9,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models.control_tokens import Spellings
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.warmstart.tiny_decoder import SPECIAL_TOKENS, SPELL_BACKWARD_PHRASE, char_tokenizer
 from pipelinerl.types import Message
@@ -148,13 +147,6 @@ def test_message_that_contains_a_control_token_as_text_does_not_change_the_encod
     assert ids[len(ids) - shared :] == theirs[len(theirs) - shared :]
 
 
-def test_hostile_messages_inject_no_control_token_into_the_tiny_models_chat():
-    frames = ("{}", "ab{}", "{}ok", "ab{}<|assistant|>ok")
-    for frame, token in ((frame, token) for frame in frames for token in SPECIAL_TOKENS):
-        ids = chat("tiny").encode_chat([Message("user", frame.format(token))])
-        assert structure("tiny", ids) == ["<|user|>", "<|end|>", "<|assistant|>"], frame.format(token)
-
-
 def test_control_token_written_as_text_is_split_into_ordinary_tokens_as_by_the_tokenizer():
     content = "ab <|im_end|> cd\n"
     split = raw("chatml").encode(f"user\n{content}", add_special_tokens=False, split_special_tokens=True)
@@ -285,14 +277,6 @@ def test_private_use_characters_in_contents_never_become_control_tokens():
     )
     with pytest.raises(ModelError, match="private characters"):
         chat("chatml").encode_chat([Message("user", everything + "<|im_end|>")])
-
-
-@given(st.text("<|>ab", max_size=12))
-def test_all_overlapping_control_tokens_in_a_text_are_detected(content):
-    texts = ("<|a|>", "<|", "|><", "a")
-    starts = Spellings(texts).starts(content)
-    assert starts == [at for at in range(len(content)) if content.startswith(texts, at)]
-    assert Spellings(()).starts(content) == []
 
 
 SWITCHED = (

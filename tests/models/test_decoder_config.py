@@ -3,10 +3,9 @@
 import json
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from pipelinerl.errors import ModelError
-from pipelinerl.models.decoder_config import Parameter, Rotary, read_config
+from pipelinerl.models.decoder_config import Rotary, read_config
 
 SIZES = {
     "vocab_size": 48,
@@ -22,30 +21,6 @@ OLD_LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, **SIZES}
 def read(folder, table):
     (folder / "config.json").write_text(json.dumps(table))
     return read_config(folder)
-
-
-def test_biases_and_norms_of_each_model_family_are_read_from_its_config(tmp_path):
-    features = {}
-    for config in (Qwen2Config(**SIZES), Qwen3Config(**SIZES), LlamaConfig(**SIZES, attention_bias=True)):
-        config.save_pretrained(tmp_path)
-        decoder = read_config(tmp_path)
-        switches = (decoder.qkv_bias, decoder.output_bias, decoder.qk_norm, decoder.head_dim, decoder.tied)
-        features[decoder.model_type] = switches
-    assert features == {
-        "qwen2": (True, False, False, 8, False),
-        "qwen3": (False, False, True, 128, False),
-        "llama": (True, True, False, 8, False),
-    }
-
-
-def test_decoder_parameters_have_the_expected_order_shapes_and_axes(tmp_path):
-    first, query, *_, norm, head = read(tmp_path, OLD_LLAMA).parameters
-    assert first == Parameter("model.embed_tokens.weight", (48, 32), ("tensor", "fsdp"))
-    assert query == Parameter("model.layers.*.self_attn.q_proj.weight", (32, 32), ("tensor", "fsdp"), 3)
-    assert query.stacked_shape == (3, 32, 32) and query.stacked_axes == (None, "tensor", "fsdp")
-    assert query.names[2] == "model.layers.2.self_attn.q_proj.weight"
-    assert (norm.name, head.name) == ("model.norm.weight", "lm_head.weight")
-    assert read(tmp_path, OLD_LLAMA | {"tie_word_embeddings": True}).parameters[-1].name == "model.norm.weight"
 
 
 LLAMA3 = {

@@ -19,7 +19,6 @@ from pipelinerl.models.tokenizer import ChatTokenizer, decoder_of
 from pipelinerl.plugins.warmstart.tiny_decoder import (
     CHAT_TEMPLATE,
     SPECIAL_TOKENS,
-    SPELL_BACKWARD_PHRASE,
     DebugSize,
     DecoderShape,
     Demonstrations,
@@ -139,13 +138,6 @@ def test_torch_model_whose_weights_do_not_fit_its_config_is_rejected(directory):
         load_model(directory)
 
 
-def test_decoding_encoded_text_gives_exactly_the_same_text(directory):
-    tokenizer = ChatTokenizer.load(directory)
-    for text in ("abc", " a  b\n", "1+2=3, (x) > y.", ""):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.decode(tokenizer.encode("é")) == "<|unk|>"
-
-
 @pytest.mark.parametrize("declared", sorted(tokenizer._PLAIN_CLASSES))
 @pytest.mark.parametrize("model_type", sorted(tokenizer._TAKEN_AT_THEIR_WORD))
 def test_tokenizer_declared_with_a_generic_class_equals_that_loaded_by_auto_tokenizer(directory, model_type, declared):
@@ -178,13 +170,6 @@ def test_chat_template_of_the_small_models_marks_roles_and_begins_the_assistants
         assert tokenizer.decode(ids) == "<|system|>s<|end|><|user|>u<|end|><|assistant|>"
     assert tokenizer.eos_token_ids == {SPECIAL_TOKENS.index("<|end|>")}
     assert json.loads((directory / "tokenizer_config.json").read_text())["chat_template"] == CHAT_TEMPLATE
-
-
-def test_phrases_given_to_the_tokenizer_become_single_tokens():
-    tokenizer = chat_tokenizer(phrases=(SPELL_BACKWARD_PHRASE,))
-    ids = tokenizer.encode(SPELL_BACKWARD_PHRASE + "cat")
-    assert len(ids) == 4
-    assert ids[0] == tokenizer.vocab_size - 1
 
 
 def test_end_tokens_include_those_in_the_models_generation_config(directory):

@@ -33,11 +33,6 @@ def test_joined_bytes_of_tokens_are_the_bytes_of_the_text(tokenizer):
     assert not all(_is_text(each) for each in spelled), "no token holds part of a character"
 
 
-def test_token_of_sentencepiece_keeps_its_leading_space():
-    tokenizer = guarded(byte_fallback())
-    assert [tokenizer.bytes_of(token_id) for token_id in tokenizer.encode("e c")] == [b"e", b" c"]
-
-
 def test_control_token_has_the_bytes_of_its_name():
     tokenizer = chat("chatml")
     (end,) = tokenizer.eos_token_ids

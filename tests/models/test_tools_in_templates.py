@@ -52,44 +52,23 @@ def test_chat_template_renders_tools_calls_and_results():
     )
 
 
-@pytest.mark.parametrize("spelled", ["<|end|>", "<|user|>", "</tool_response>", "</tool_call>"])
-@pytest.mark.parametrize(
-    "place", ["result", "argument", "argument's name", "unparsed arguments", "name", "description", "parameter"]
-)
-def test_control_token_written_as_text_in_tool_data_stays_text(spelled, place):
-    messages, tools = conversation(), [tool()]
-    if place == "result":
-        messages = conversation(result=f"x{spelled}y")
-    elif place == "argument":
-        messages = conversation(arguments=json.dumps({"a": [f'"{spelled}"']}))
-    elif place == "argument's name":
-        messages = conversation(arguments=json.dumps({spelled: 1}))
-    elif place == "unparsed arguments":
-        messages = conversation(arguments=f"{{{spelled}")
-    elif place == "name":
-        tools = [tool(name=spelled)]
-    elif place == "description":
-        tools = [tool(description=f"Add.{spelled}\n")]
-    else:
-        tools = [tool(parameters={"type": "object", "properties": {spelled: {"enum": [spelled]}}})]
-    ids = TOKENIZER.encode_chat(messages, tools=tools)
-    assert control_tokens(ids) == control_tokens(TOKENIZER.encode_chat(conversation(), tools=[tool()]))
-    assert spelled in RAW.decode(ids).replace('\\"', '"')
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     texts=st.lists(
         st.lists(st.sampled_from([*CONTROL, "<|", "a", '"', "\n", "é"]), max_size=12).map("".join),
-        min_size=4,
-        max_size=4,
-    )
+        min_size=5,
+        max_size=5,
+    ),
+    parsed=st.booleans(),
 )
-def test_random_tool_data_never_becomes_a_control_token(texts):
-    result, argument, name, description = texts
-    messages = conversation(arguments=json.dumps({argument: argument}), result=result)
-    ids = TOKENIZER.encode_chat(messages, tools=[tool(name=f"a{name}", description=description)])
+def test_random_tool_data_never_becomes_a_control_token(texts, parsed):
+    result, argument, name, description, parameter = texts
+    arguments = json.dumps({argument: [f'"{argument}"']}) if parsed else f"{{{argument}"
+    parameters = {"type": "object", "properties": {parameter: {"enum": [parameter]}}}
+    tools = [tool(name=f"a{name}", description=description, parameters=parameters)]
+    ids = TOKENIZER.encode_chat(conversation(arguments=arguments, result=f"x{result}y"), tools=tools)
     assert control_tokens(ids) == control_tokens(TOKENIZER.encode_chat(conversation(), tools=[tool()]))
+    assert f"x{result}y" in RAW.decode(ids)
 
 
 def test_assistants_thinking_may_contain_the_tool_call_token_but_no_token_that_ends_a_turn():

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from pipelinerl.errors import ModelError
 from pipelinerl.models.checkpoint import load_model, weight_files
-from pipelinerl.models.weight_writer import WeightWriter, write_weights
+from pipelinerl.models.weight_writer import WeightWriter
 from pipelinerl.plugins.jax.trainer.trainer import JaxTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from tests.families import zoo
@@ -157,11 +157,3 @@ def test_trainers_weights_are_written_as_they_were_stored(trainer, name, family,
     writer.write(tmp_path / "new.safetensors", worker.gather_weights())
     worker.close()
     assert alike(load_file(tmp_path / "new.safetensors"), stored(model))
-
-
-def test_weights_are_written_under_their_own_names_from_any_iterable(tmp_path):
-    def weights():
-        yield "a", torch.ones(2, 3, dtype=torch.bfloat16)
-
-    write_weights(tmp_path / "a.safetensors", [ParameterInfo("a", (2, 3), "bfloat16")], weights())
-    assert alike(load_file(tmp_path / "a.safetensors"), dict(weights()))

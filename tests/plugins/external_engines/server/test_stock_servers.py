@@ -215,25 +215,6 @@ def test_version_spans_of_a_stock_server_name_the_weights_that_sampled_each_toke
         assert switches >= 6, f"samples were switched {switches} times: too few to show anything"
 
 
-def test_request_for_more_samples_than_slots_plus_queue_is_rejected(stock):
-    with stock.engine(max_waiting=4) as url, opened(url) as session:
-        error = refused(session.completed(n=21, max_tokens=1), 400)
-        assert error["param"] == "n" and "n must be at most 20" in error["message"]
-        assert len(session.chat(n=20, max_tokens=1).choices) == 20
-
-
-@pytest.mark.parametrize("on_update", ["drain", "recompute_kv"])
-def test_weight_update_in_drain_or_recompute_kv_mode_aborts_no_sample(stock, on_update):
-    with stock.engine() as url, opened(url) as session:
-        layout = trainer_of(session).layout
-        publish(session, weights(layout, 1))
-        with Load(session, lambda seed: session.completed(n=4, seed=seed, max_tokens=40)) as pending:
-            publish(session, weights(layout, 2), on_update=on_update)
-        for choice in choices_of(pending.answers):
-            assert len(choice.version_spans or []) == 1 or on_update == "recompute_kv"
-            assert choice.finish_reason is not FinishReason.ABORT
-
-
 def test_sample_aborted_by_the_stock_server_returns_its_tokens_as_aborted(stock):
     """The server has already streamed all tokens when it aborts the sample, so its last event contains no token."""
     stops = {

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from inference_contract.conformance import CheckOutcome, run
-from inference_contract.conformance.session import Expected, Load, Session, refused
+from inference_contract.conformance.session import Expected, Session, refused
 from inference_contract.conformance.trainer import weights
 from inference_contract.errors import InvalidRequest
-from inference_contract.schemas import EngineState, FinishReason
+from inference_contract.schemas import EngineState
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.component import missing_packages
 from pipelinerl.config.recipe import MODELS
@@ -42,7 +42,7 @@ from pipelinerl.plugins.parameter_server.download import WeightPuller
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from pipelinerl.registry import ENGINES
 from tests.fakes.engine_options import engine_options
-from tests.fakes.kit_updates import certain_of, choices_of, logprobs_of, opened, publish, reference, trainer_of
+from tests.fakes.kit_updates import choices_of, logprobs_of, opened, publish, reference, trainer_of
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 from trainer_contract.types import HeadPrecision, Kernels
@@ -288,24 +288,6 @@ class TestReal:
                     expected = logprobs_of(model, prompt, choice.token_ids or [])
                     assert torch.allclose(torch.tensor(choice.token_logprobs), expected, atol=2e-4)
 
-    def test_logprobs_after_an_update_in_recompute_kv_mode_are_those_of_the_new_weights(self, served, session):
-        trainer = trainer_of(session)
-        publish(session, weights(trainer.layout, 1))
-        new = weights(trainer.layout, 2)
-        with Load(
-            session, lambda seed: session.completed(n=4, seed=seed, max_tokens=200, prompt_token_ids=PROMPT)
-        ) as load:
-            version = publish(session, new, on_update="recompute_kv")
-        model = reference(served.model, trainer.layout, new)
-        crossed = [choice for choice in choices_of(load.answers) if len(choice.version_spans or []) == 2]
-        assert crossed, "no sample was open across the update"
-        for choice in crossed:
-            tokens, logprobs = choice.token_ids or [], choice.token_logprobs or []
-            (_, old), (named, _) = choice.version_spans or []
-            assert named == version
-            expected = logprobs_of(model, PROMPT, tokens)[old:]
-            assert torch.allclose(torch.tensor(logprobs[old:]), expected, atol=2e-4)
-
     def test_short_vllm_request_finishes_while_an_earlier_long_one_runs(self, tied):
         """A request of several samples starts while a longer request runs, and ends before it."""
 
@@ -348,36 +330,6 @@ class TestReal:
             pending = [asking.submit(session.completed, max_tokens=4, prompt_token_ids=prompt) for prompt in prompts]
             for choice in choices_of([answer.result(PATIENCE_S) for answer in pending]):
                 assert len(choice.token_ids or []) == 4
-
-    def test_samples_running_at_an_update_in_drain_mode_finish_with_the_weights_that_began_them(self, session):
-        trainer = trainer_of(session)
-        publish(session, weights(trainer.layout, 1))
-        with Load(session, lambda seed: session.completed(n=4, seed=seed, max_tokens=64)) as load:
-            publish(session, weights(trainer.layout, 2), on_update="drain")
-        for choice in choices_of(load.answers):
-            assert len(choice.version_spans or []) == 1
-            assert choice.finish_reason is not FinishReason.ABORT
-
-    @pytest.mark.slow
-    def test_vllm_version_spans_name_the_weights_that_sampled_each_token(self, untied):
-        """Each version's weights can sample only one token, so each token reveals its version."""
-        with opened(untied.url) as session:
-            layout = trainer_of(session).layout
-            first = publish(session, certain_of(untied.model, layout, 10))
-            vocab = next(spec.shape[0] for spec in layout.parameters if spec.name == "lm_head.weight")
-            token_of = {first: 10}
-            with Load(
-                session, lambda seed: session.completed(n=8, seed=seed, max_tokens=200, prompt_token_ids=PROMPT)
-            ) as load:
-                for number in range(1, 21):
-                    token = 10 + number % (vocab - 10)
-                    token_of[publish(session, certain_of(untied.model, layout, token))] = token
-            switches = 0
-            for choice in choices_of(load.answers):
-                spans = choice.version_spans or []
-                assert choice.token_ids == [token_of[version] for version, count in spans for _ in range(count)]
-                switches += len(spans) - 1
-            assert switches >= 20, f"samples were switched {switches} times: too few to show anything"
 
 
 class TestDeath:

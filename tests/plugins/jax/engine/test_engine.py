@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from inference_contract.weights import OnUpdate
 from pipelinerl import rng
 from pipelinerl.engines.batching.batching_engine import BatchingEngine
-from pipelinerl.engines.batching.logit_changes import LogitChange, LogitChanges
 from pipelinerl.engines.batching.model_runner import Prefill, RowState, top_tokens
 from pipelinerl.engines.torch import engine as torch_engine
 from pipelinerl.enums import WeightFormat
@@ -27,7 +26,7 @@ from pipelinerl.plugins.bigram.engine import sample_rows
 from pipelinerl.plugins.jax.decoder import load_weights
 from pipelinerl.plugins.jax.engine import engine as jax_engine
 from pipelinerl.plugins.jax.engine.program import PromptAttention
-from pipelinerl.plugins.jax.engine.runner import Buckets, JaxWeights, add_to_logits, sample
+from pipelinerl.plugins.jax.engine.runner import JaxWeights, sample
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
@@ -89,9 +88,6 @@ def _prompt(seed, length):
 
 def _state(row, prompt, *, temperature=1.0, top_k=0, top_p=1.0):
     return RowState(row, prompt[-1], len(prompt) - 1, 100 + row, temperature=temperature, top_k=top_k, top_p=top_p)
-
-
-Steps = list[tuple[list[int], list[float]]]
 
 
 def _script(runner, *, top_k=5):
@@ -198,31 +194,6 @@ def test_jax_engine_divides_attention_heads_over_devices(options, twin):
         each.place([_state(0, prompt), _state(1, prompt, temperature=0.0)])
         steps.append([each.decode(2) for _ in range(5)])
     _agree(*steps)
-
-
-def test_number_of_programs_that_the_jax_engine_compiles_is_bounded():
-    buckets = Buckets.of(rows=256, context=4096, prefill_tokens=1024)
-    assert buckets.rows == (16, 32, 64, 128, 256)
-    assert buckets.lengths == (128, 256, 512, 1024, 2048, 4096)
-    assert buckets.prompts == ((1, 4), (1, 4), (1,), (1,), (1,), (1,))
-    assert buckets.num_programs == 5 * 6 + 2 * 5 + 8 + 6
-    assert [buckets.rows_for(rows) for rows in (1, 16, 17, 256)] == [16, 16, 32, 256]
-    assert [buckets.length_for(length) for length in (0, 128, 129, 4096)] == [128, 128, 256, 4096]
-    odd = Buckets.of(rows=48, context=100, prefill_tokens=1024)
-    assert (odd.rows, odd.lengths, odd.prompts) == ((16, 32, 48), (100,), ((1, 4),))
-
-
-@pytest.mark.parametrize("changed_rows", [0, 1, 3])
-def test_logit_bias_and_penalties_are_added_only_to_the_logits_of_their_own_rows(changed_rows):
-    changes = LogitChanges()
-    for row in range(changed_rows):
-        changes.place(row, LogitChange({0: 1.5, row: -2.0}, 0.5, 0.25), [4, 4])
-    logits = np.zeros((8, 6), np.float32)
-    expected = logits.copy()
-    rows, token_ids, values = changes.of(range(2))
-    expected[rows, token_ids] += values
-    assert np.asarray(add_to_logits(jax.numpy.asarray(logits), changes, 2)).tolist() == expected.tolist()
-    assert set(rows.tolist()) == set(range(min(changed_rows, 2)))
 
 
 @pytest.mark.parametrize("vocab", [50, 2100])

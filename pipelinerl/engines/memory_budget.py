@@ -172,6 +172,10 @@ def budget_of(
     if each.window is not None and each.window >= context:  # layers keep whole sequences
         each = CacheBytes(each.token + each.in_window, 0, None, each.states)
     room, one = (cache_room(number, context, each.window) for number in (slots, 1))
+    # In fp32: the residual stream before and after attention, and its norm, which is then cast to the model's dtype.
+    residual = (3 * 4 + size) * shape.hidden
+    # A rotation is computed in fp32: two products of the queries are added, then cast.
+    attention = ((2 * size + 8) * shape.heads + 4 * size * shape.kv_heads) * shape.head_dim
     return EngineBudget(
         slots=slots,
         cache=BLOCK * (room.blocks * each.token + room.slots * each.in_window),
@@ -179,17 +183,9 @@ def budget_of(
         states=2 * slots * each.states,  # those of rows, and those at the end of their prompts
         staging=received + spare,
         conversion=shape.count * BYTES[wire] if wire is not dtype else 0,
-        prefill=_prefill_bytes(shape, tokens, size),
+        prefill=tokens * (residual + max(attention, 3 * size * shape.intermediate)),
         logits=slots * (1 + drafted) * shape.vocab * (size + _SAMPLING_BYTES),
     )
-
-
-def _prefill_bytes(shape: ModelShape, tokens: int, size: int) -> int:
-    # In fp32: the residual stream before and after attention, and its norm, which is then cast to the model's dtype.
-    residual = (3 * 4 + size) * shape.hidden
-    # A rotation is computed in fp32: two products of the queries are added, then cast.
-    attention = ((2 * size + 8) * shape.heads + 4 * size * shape.kv_heads) * shape.head_dim
-    return tokens * (residual + max(attention, 3 * size * shape.intermediate))
 
 
 def _mib(size: int) -> str:

@@ -428,23 +428,16 @@ def refuse_oversized(
 ) -> None:
     """Raise `ContextExceeded`, before tokenising, for a prompt with too many characters or messages to fit."""
     most = model.context_length * _LONGEST_TOKEN
-    length = len(text) + sum(map(_characters, messages))
-    length += sum(len(tool.model_dump_json(exclude_none=True)) for tool in tools)
+    length = len(text) + sum(len(tool.model_dump_json(exclude_none=True)) for tool in tools)
+    for message in messages:
+        length += len(message.content) + len(message.reasoning_content or "")
+        length += sum(len(call.function.name) + len(call.function.arguments) for call in message.tool_calls or ())
     if length > most or len(messages) > model.context_length:
         raise ContextExceeded(
             f"the prompt must leave room for a token in the context of {model.context_length} tokens, it has "
             f"{len(messages)} messages of {length} characters; shorten it",
             param="prompt" if text else "messages",
         )
-
-
-def _characters(message: ChatMessage) -> int:
-    calls = message.tool_calls or ()
-    return (
-        len(message.content)
-        + len(message.reasoning_content or "")
-        + sum(len(call.function.name) + len(call.function.arguments) for call in calls)
-    )
 
 
 def room_after(prompt: list[int], model: ServedModel, param: str) -> int:

@@ -194,7 +194,8 @@ class DecodeLoop:
                 if call is not None:
                     call()
                 self._drop_cancelled()
-                if not self._has_started_early:
+                # Rows join and weights change only after a step of the running rows that has started early.
+                if not (self._runner.early_step.started and self._scheduler.running):
                     self._commit_if_due()
                     self._admit()
                 if self._scheduler.running:
@@ -202,11 +203,6 @@ class DecodeLoop:
                 self.totals.busy_s += time.perf_counter() - began
         finally:  # this also runs after an exception, which threading's excepthook then reports
             self._end()
-
-    @property
-    def _has_started_early(self) -> bool:
-        """True if the running rows' next step has started; rows join and weights change only after it."""
-        return self._runner.early_step.started and bool(self._scheduler.running)
 
     def _loaded(self) -> bool:
         try:
@@ -305,7 +301,11 @@ class DecodeLoop:
     def _step(self) -> None:
         running = self._scheduler.running
         while not self._runner.reserve(len(running)):
-            self._preempt(min(range(len(running)), key=lambda row: len(running[row].context)))
+            row = min(range(len(running)), key=lambda row: len(running[row].context))
+            self.totals.preemptions += 1
+            with self._changed:
+                moves = self._scheduler.preempt(row)
+            self._free([row], moves)
         early = self._runner.early_step
         early.allowed = early.is_used and self._keeps_rows()
         try:
@@ -421,12 +421,6 @@ class DecodeLoop:
                     self._count(request, -1)
         return finished
 
-    def _preempt(self, row: int) -> None:
-        self.totals.preemptions += 1
-        with self._changed:
-            moves = self._scheduler.preempt(row)
-        self._free([row], moves)
-
     def _report(self, step: list[Delivery]) -> None:
         if step:
             self._deliver(step)
@@ -452,7 +446,10 @@ class DecodeLoop:
             sequence.mark_version(commit.version)
             sequence.prompt_cache_is_current = recomputes
         if recomputes and running:
-            self._runner.prefill(_held(running))
+            rows: dict[tuple[int, ...], list[int]] = {}
+            for row, sequence in enumerate(running):
+                rows.setdefault(tuple(sequence.context[:-1]), []).append(row)
+            self._runner.prefill([Prefill(context, of) for context, of in rows.items() if context])
         with self._changed:
             self._commit = None
         commit.pause_s.set_result(time.perf_counter() - start)
@@ -479,14 +476,6 @@ class DecodeLoop:
         stopped = EngineStopped("the engine closed during this request; send it to another engine")
         if requests:
             self._deliver([Delivery(request, is_last=True, error=stopped) for request in requests])
-
-
-def _held(running: Iterable[Sequence]) -> list[Prefill]:
-    """Return one prefill per distinct context of the running rows; it fills all rows with that context."""
-    rows: dict[tuple[int, ...], list[int]] = {}
-    for row, sequence in enumerate(running):
-        rows.setdefault(tuple(sequence.context[:-1]), []).append(row)
-    return [Prefill(context, of) for context, of in rows.items() if context]
 
 
 def _keep_routing_of_prompts(computed: Iterable[Admission], routes: RouteLog) -> None:

@@ -249,10 +249,8 @@ class RowTable:
         self._num_sampled[rows] = [state.num_sampled for state in states]
         self._noise_keys[rows] = [state.noise_key for state in states]
         self.policy_logprobs[rows] = [state.policy_logprobs for state in states]
-        if self._has_extras or any(state.min_p or state.num_top or state.change for state in states):
-            self._place_extras(rows, states)
-
-    def _place_extras(self, rows: list[int], states: Items[RowState]) -> None:
+        if not self._has_extras and not any(state.min_p or state.num_top or state.change for state in states):
+            return
         self.min_p[rows] = [state.min_p for state in states]
         self.num_top[rows] = [state.num_top for state in states]
         self.any_min_p, self.most_top = bool(self.min_p.any()), int(self.num_top.max())
@@ -264,14 +262,11 @@ class RowTable:
     def move(self, sources: Items[int], targets: Items[int]) -> int:
         """Move rows `sources` to rows `targets`, pairwise; return the longest cache length among the moved rows."""
         taken, put = list(sources), list(targets)
-        for column in (self.feeds, self.positions, self.temperature, self.top_p, self.top_k, self.policy_logprobs):
+        columns = [self.feeds, self.positions, self.temperature, self.top_p, self.top_k, self.policy_logprobs]
+        columns += [self._num_sampled, self._noise_keys, self.min_p, self.num_top]
+        for column in columns:
             column[put] = column[taken]
-        for column in (self._num_sampled, self._noise_keys):
-            column[put] = column[taken]
-        if self._has_extras:
-            for column in (self.min_p, self.num_top):
-                column[put] = column[taken]
-            self.changes.move(taken, put)
+        self.changes.move(taken, put)
         return int(self.positions[put].max())
 
     def noise(self, rows: slice | NDArray[np.int64], *, skipped: int | NDArray[np.int64] = 0) -> NDArray[np.float64]:
@@ -417,7 +412,10 @@ class Scheduler:
             admissions.append(Admission(sequence.request, [sequence], [len(self.running) - 1], None))
         while new and self._waiting and len(self.running) < self._capacity.running:
             request = self._waiting[0]
-            sibling = self._sibling(request) if request.started else None
+            sibling = None
+            if request.started and request.shares_prompt:
+                same = (row for row, each in enumerate(self.running) if each.request is request)
+                sibling = next((row for row in same if self.running[row].prompt_cache_is_current), None)
             tokens = len(request.sequences[request.started].context)
             cost = tokens if sibling is None else 0
             wanted = min(self._capacity.running - len(self.running), len(request.sequences) - request.started)
@@ -428,7 +426,11 @@ class Scheduler:
             if admissions and cost > budget:
                 break
             budget -= cost
-            admissions.append(self._start(request, sibling, count))
+            first_row, sequences = len(self.running), request.sequences[request.started : request.started + count]
+            request.started += count
+            self.num_waiting -= count
+            self.running.extend(sequences)
+            admissions.append(Admission(request, sequences, list(range(first_row, len(self.running))), sibling))
             if request.started == len(request.sequences):
                 self._waiting.popleft()
         return admissions
@@ -477,22 +479,6 @@ class Scheduler:
         self.running.clear()
         self.num_waiting = 0
         return list(requests.values())
-
-    def _sibling(self, request: Request) -> int | None:
-        if not request.shares_prompt:
-            return None
-        rows = enumerate(self.running)
-        return next(
-            (row for row, sequence in rows if sequence.request is request and sequence.prompt_cache_is_current), None
-        )
-
-    def _start(self, request: Request, sibling: int | None, count: int) -> Admission:
-        first_row = len(self.running)
-        sequences = request.sequences[request.started : request.started + count]
-        request.started += count
-        self.num_waiting -= count
-        self.running.extend(sequences)
-        return Admission(request, sequences, list(range(first_row, first_row + count)), sibling)
 
 
 class _Blocks:

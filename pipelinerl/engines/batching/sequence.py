@@ -358,7 +358,14 @@ class ResponseWriter:
         returned, reason = self._chat.return_token_ids, token.finish_reason
         delta = Delta(content=token.text or None)
         if offered_tools(self._chat):
-            delta, reason = self._outside_calls(token)
+            # Text after the first character that may begin a call is held back: calls are known at the end.
+            shown = self._shown.setdefault(token.index, ShownText())
+            if reason is None:
+                delta = Delta(content=shown.more(token.text) or None)
+            else:
+                answer = self._answer(next(each for each in self._request.sequences if each.index == token.index))
+                delta = _delta(replace(answer, content=answer.content[shown.sent :]))
+                reason = _reason(reason, answer)
         choice = ChunkChoice(
             index=token.index,
             delta=delta,
@@ -370,18 +377,6 @@ class ResponseWriter:
             routed_experts=_routed([] if token.routed is None else [token.routed], self._request),
         )
         return self._chunk(token.version, [choice])
-
-    def _outside_calls(self, token: SampledToken) -> tuple[Delta, FinishReason | None]:
-        """Return the new text that can be part of no tool call; at a choice's end, the rest of its text and its calls.
-
-        Text after the first character that may begin a call is held back: a call, and its id, are known at the end.
-        """
-        shown = self._shown.setdefault(token.index, ShownText())
-        if token.finish_reason is None:
-            return Delta(content=shown.more(token.text) or None), None
-        answer = self._answer(next(each for each in self._request.sequences if each.index == token.index))
-        rest = replace(answer, content=answer.content[shown.sent :])
-        return _delta(rest), _reason(token.finish_reason, answer)
 
     def new_tokens(self, *, all_of_it: bool) -> ChatCompletionChunk | None:
         """Return the chunk of the tokens sampled since the last call, or None if there are none.
@@ -441,12 +436,19 @@ class ResponseWriter:
 
     def _answer(self, sequence: Sequence) -> ParsedAnswer:
         """Return the text and its tool calls; the calls' ids depend only on the tokens and the prompt's length."""
-        text, tools = _text(sequence, self._tokenizer), offered_tools(self._chat)
+        sampled = sequence.prefix + sequence.token_ids
+        if sequence.text is not None:
+            sequence.text.close()
+            text = sequence.text.text
+        else:
+            ended = bool(sampled) and sampled[-1] in sequence.request.stop_ids
+            text = self._tokenizer.decode(sampled[:-1] if ended else sampled)
+        tools = offered_tools(self._chat)
         if not tools:
             return ParsedAnswer(text)
         prompt = sequence.request.prompt_token_ids
-        token_ids = np.asarray([len(prompt), *sequence.prefix, *sequence.token_ids], np.int64)
-        return self._tokenizer.parse_answer(text, tools, prompt_token_ids=prompt, key=token_ids.tobytes())
+        key = np.asarray([len(prompt), *sampled], np.int64).tobytes()
+        return self._tokenizer.parse_answer(text, tools, prompt_token_ids=prompt, key=key)
 
     def _logprobs(self, token_ids: Items[int], logprobs: Items[float], top: Items[TopTokens]) -> ChoiceLogprobs | None:
         if not self._chat.logprobs:
@@ -509,16 +511,6 @@ def _delta(answer: ParsedAnswer, *, role: Literal["assistant"] | None = None) ->
         for place, call in enumerate(answer.calls)
     ]
     return Delta(role=role, content=answer.content or None, tool_calls=calls or None)
-
-
-def _text(sequence: Sequence, tokenizer: ChatTokenizer) -> str:
-    if sequence.text is not None:
-        sequence.text.close()
-        return sequence.text.text
-    token_ids = sequence.prefix + sequence.token_ids
-    if token_ids and token_ids[-1] in sequence.request.stop_ids:
-        token_ids = token_ids[:-1]
-    return tokenizer.decode(token_ids)
 
 
 def deliveries(streamed: Iterable[tuple[Request, SampledToken]], finished: Iterable[Request]) -> list[Delivery]:

@@ -54,11 +54,8 @@ class EngineTeacher:
     def close(self) -> None:
         # Use a new thread, because the caller's thread may already run an event loop.
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(self._closed).result()
-
-    def _closed(self) -> None:
-        self._runner.run(self._client.close())
-        self._runner.close()
+            thread.submit(lambda: self._runner.run(self._client.close())).result()
+            thread.submit(self._runner.close).result()
 
     async def _forward(self, micro_batches: Sequence[MicroBatch]) -> list[Float32]:
         columns = [np.zeros(batch.num_tokens, np.float32) for batch in micro_batches]
@@ -85,7 +82,19 @@ class EngineTeacher:
             return_prompt_logprobs=True,
         )
         async with free:
-            column[start:end] = self._checked(await self._answered(_body(request)), end - start)
+            logprobs = self._parsed(await self._answered(_body(request))).prompt_logprobs or []
+        if len(logprobs) != end - start:
+            raise EngineUnreachable(
+                f"the teacher {self.url} must give {end - start} prompt_logprobs, got {len(logprobs)}"
+            )
+        values = np.array(logprobs, np.float64)
+        wrong = ~((values >= _LEAST_LOGPROB) & (values <= _MOST_LOGPROB))
+        if wrong.any():
+            place = int(wrong.argmax())
+            raise EngineUnreachable(
+                f"the teacher {self.url} must give finite log-probs of at most 0, got {values[place]} for token {place}"
+            )
+        column[start:end] = values
 
     async def _answered(self, body: bytes) -> bytes:
         """Return the engine's response to a request, with retries; raise `EngineUnreachable` if it sends none."""
@@ -112,20 +121,6 @@ class EngineTeacher:
             raise EngineUnreachable(
                 f"the teacher {self.url} must answer with a ChatCompletion; {where}: {first['msg']}"
             ) from None
-
-    def _checked(self, content: bytes, count: int) -> Float32:
-        """Return the `count` log-probs of a response, f32; raise `EngineUnreachable` unless all are valid."""
-        logprobs = self._parsed(content).prompt_logprobs or []
-        if len(logprobs) != count:
-            raise EngineUnreachable(f"the teacher {self.url} must give {count} prompt_logprobs, got {len(logprobs)}")
-        values = np.array(logprobs, np.float64)
-        wrong = ~((values >= _LEAST_LOGPROB) & (values <= _MOST_LOGPROB))
-        if wrong.any():
-            place = int(wrong.argmax())
-            raise EngineUnreachable(
-                f"the teacher {self.url} must give finite log-probs of at most 0, got {values[place]} for token {place}"
-            )
-        return values.astype(np.float32)
 
 
 def _body(request: ChatCompletionRequest) -> bytes:

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, Self
 from inference_contract import routes
 from inference_contract.schemas import FinishReason
 from pipelinerl.errors import AddressError, DeadlineError, EngineUnreachable, reason_of
-from pipelinerl.system.outside import OutsideClient, OutsideResponse, OutsideUnreachable, ResponseRejected
+from pipelinerl.system.outside import OutsideClient, OutsideUnreachable, ResponseRejected
 from pipelinerl.types import Message, Sampling
 
 _LIST_S: Final = 10.0
@@ -100,13 +100,10 @@ class OpenAIServer:
         except ValueError as error:
             raise EngineUnreachable(f"{self.url} must answer in JSON: {error}") from None
         refusal = f"HTTP {response.status}: {response.quoted()}"
-        raise EngineUnreachable(f"{self.url} refused the request: {refusal}{self._remedy(response)}")
-
-    def _remedy(self, response: OutsideResponse) -> str:
         refused = (name for name in ("max_tokens", "temperature", "top_p", "seed") if name in response.quoted())
         if response.status in _FIELD_REJECTED and (name := next(refused, None)):
-            return f"; a judge's request_fields can rename {name}, or leave it out"
-        return ""
+            refusal += f"; a judge's request_fields can rename {name}, or leave it out"
+        raise EngineUnreachable(f"{self.url} refused the request: {refusal}")
 
 
 async def models_at(url: str, *, token: str | None) -> list[dict[str, Any]]:

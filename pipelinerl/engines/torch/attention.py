@@ -143,22 +143,17 @@ def attend(
     plan = _PLAN.get()
     if (seen := _SEEN.get()) is not None:
         seen.append(None if isinstance(window, Chunk) else window)
-    if isinstance(plan, DecodePlan):
-        query = _tempered(module, query, plan)
+    tempers: Any = module
+    if isinstance(plan, DecodePlan) and getattr(module, "attn_temperature_tuning", False) and not tempers.use_rope:
+        # Llama 4 scales the queries of a decode step by their positions (2501.19399), which differ by row.
+        scales = torch.log1p(((plan.positions.float() + 1) / tempers.floor_scale).floor()) * tempers.attn_scale + 1
+        query = (query * scales[:, :, None, None]).to(query.dtype)
     if plan is not None and isinstance(window, int) and plan.windowed is not None:
         plan = plan.windowed
     if isinstance(plan, DecodePlan):
         return attend_decode(query, key, value, plan, window, scale, softcap, s_aux).contiguous(), None
     reading = plan.reading if plan is not None else CacheReading.GATHERED
     return attend_prefill(query, key, value, reading, window, scale, softcap, s_aux).contiguous(), None
-
-
-def _tempered(module: Any, query: Tensor, plan: DecodePlan) -> Tensor:
-    """Scale the queries of a decode step by their positions (2501.19399), which differ by row, where Llama 4 does."""
-    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
-        return query
-    scales = torch.log1p(((plan.positions.float() + 1) / module.floor_scale).floor()) * module.attn_scale + 1
-    return (query * scales[:, :, None, None]).to(query.dtype)
 
 
 def attend_decode(
@@ -305,6 +300,9 @@ def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
 
 
+_NONE: Final = torch.empty(0, dtype=torch.int64)
+
+
 class _Pairs(NamedTuple):
     blocks: NDArray[np.int64]
     rows: NDArray[np.int64]
@@ -333,11 +331,11 @@ class BlockSections:
     selected: Tensor | None
     num_blocks: int
     queries: Tensor
-    to_rows: Tensor
-    to_blocks: Tensor
-    to_sums: Tensor
-    shared: Tensor | None
-    shared_queries: Tensor | None
+    to_rows: Tensor = _NONE
+    to_blocks: Tensor = _NONE
+    to_sums: Tensor = _NONE
+    shared: Tensor | None = None
+    shared_queries: Tensor | None = None
     only: Tensor | None = None
 
     @classmethod
@@ -357,19 +355,9 @@ class BlockSections:
         count = len(firsts)
         is_first = firsts[blocks] == np.arange(len(blocks))
         owners = np.maximum(firsts, 0)
+        begun: dict[str, Any] = {"selected": selected, "num_blocks": count, "queries": torch.from_numpy(rows[owners])}
         if width == 1 and is_first.all():
-            none, own = torch.empty(0, dtype=torch.int64), torch.from_numpy(blocks)
-            return cls(
-                selected=selected,
-                num_blocks=count,
-                queries=torch.from_numpy(rows[owners]),
-                to_rows=none,
-                to_blocks=none,
-                to_sums=none,
-                shared=None,
-                shared_queries=None,
-                only=own,
-            )
+            return cls(**begun, only=torch.from_numpy(blocks))
         heads_of, groups_of = np.arange(heads), np.arange(group)
         each = np.arange(per_block)
         to_blocks = ((rows[owners, None] * per_block + each) * width + columns[owners, None]).reshape(-1)
@@ -395,9 +383,7 @@ class BlockSections:
         places[np.arange(width) >= counts[:, None]] = total  # padding refers to the row of zeros after all blocks
         to_sums = places.transpose(1, 0, 2, 3).reshape(-1)
         return cls(
-            selected=selected,
-            num_blocks=count,
-            queries=torch.from_numpy(rows[owners]),
+            **begun,
             to_rows=torch.from_numpy(to_rows),
             to_blocks=torch.from_numpy(to_blocks),
             to_sums=torch.from_numpy(to_sums),

@@ -111,7 +111,9 @@ class WindowSlots:
 
     def update(self, row: int, blocks: Sequence[int], reused: int = 0) -> None:
         """Keep what `row` needs of its `blocks`, whose first `reused` a prefill is to read; give back the rest."""
-        needed = self._of(blocks, reused)
+        first = self.first(len(blocks))
+        reached = [*blocks[self.reach(reused * self._size) : min(reused, first)], *blocks[first:]]
+        needed = [block for block in reached if self.of_block[block] != -1]
         for block in needed:
             if not self._uses[block]:
                 self._kept.pop(block, None)
@@ -131,11 +133,6 @@ class WindowSlots:
         self._most_in_use = max(self._most_in_use, used)
         while len(self._kept) > self._most_in_use:
             self.give_up(next(iter(self._kept)))
-
-    def _of(self, blocks: Sequence[int], reused: int) -> list[int]:
-        first = self.first(len(blocks))
-        needed = [*blocks[self.reach(reused * self._size) : min(reused, first)], *blocks[first:]]
-        return [block for block in needed if self.of_block[block] != -1]
 
     def give_up(self, block: int) -> None:
         """Free the slot of a block that no row needs, if it has one."""
@@ -294,7 +291,14 @@ class BlockTable:
         blocks, own.filed = own.blocks, []
         self._set(row, [])
         for block in reversed(blocks):  # reversed, so that a sequence's later blocks are evicted first
-            self._let_go(block)
+            self._uses[block] -= 1
+            if self._uses[block]:
+                continue
+            self._count(-1)
+            if block in self._keys:
+                self._kept[block] = None
+            else:
+                self._free_up(block)
         while self._keeps_few and len(self._kept) > self._most_in_use:
             self._free_up(self._evict())
 
@@ -366,7 +370,9 @@ class BlockTable:
         new[sources] = targets
         if self.windows is not None:
             # The targets are free, so their blocks, which have no slot, take the places of the sources.
-            self.windows.renumber(_permutation(new, sources, targets))
+            complete = new.copy()
+            complete[np.setdiff1d(targets, sources)] = np.setdiff1d(sources, targets)
+            self.windows.renumber(complete)
         uses = np.zeros_like(self._uses)
         held = self._uses.nonzero()[0]
         uses[new[held]] = self._uses[held]
@@ -429,16 +435,6 @@ class BlockTable:
             self._count(1)
         self._uses[block] += 1
 
-    def _let_go(self, block: int) -> None:
-        self._uses[block] -= 1
-        if self._uses[block]:
-            return
-        self._count(-1)
-        if block in self._keys:
-            self._kept[block] = None
-        else:
-            self._free_up(block)
-
     def _evict(self) -> int:
         block, _ = self._kept.popitem(last=False)
         del self._entries[self._keys.pop(block)]
@@ -454,13 +450,6 @@ class BlockTable:
     def _count(self, change: int) -> None:
         self.in_use += change
         self._most_in_use = max(self._most_in_use, self.in_use)
-
-
-def _permutation(new: NDArray[np.int64], sources: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Complete a partial renumbering: targets that are no sources take the numbers that become free."""
-    complete = new.copy()
-    complete[np.setdiff1d(targets, sources)] = np.setdiff1d(sources, targets)
-    return complete
 
 
 def tokens_of(token_ids: Sequence[Any]) -> NDArray[np.int32]:

@@ -58,7 +58,10 @@ class _Joined:
         """Look up the layers' weights again after a swap, which moved them to another buffer; join adjacent weights."""
         self._weight = None
         weights = [part.weight for part in self._parts if isinstance(part, _Linear) and part.bias is None]
-        if len(weights) == len(self._parts) and _are_adjacent(weights):
+        ends = [weight.data_ptr() + weight.nbytes for weight in weights]
+        in_one = len({(weight.dtype, weight.untyped_storage().data_ptr()) for weight in weights}) == 1
+        are_adjacent = in_one and [weight.data_ptr() for weight in weights[1:]] == ends[:-1]
+        if len(weights) == len(self._parts) and are_adjacent:
             self._sizes = [len(weight) for weight in weights]
             joined = weights[0].detach().as_strided((sum(self._sizes), weights[0].shape[1]), weights[0].stride())
             self._weight = nn.Parameter(joined, requires_grad=False)  # torch compiles for a parameter's exact size
@@ -68,13 +71,6 @@ class _Joined:
         if self._weight is None:
             return [part(x) for part in self._parts]
         return linear(x, self._weight).split(self._sizes, dim=-1)
-
-
-def _are_adjacent(weights: Sequence[Tensor]) -> bool:
-    """Return whether matrices lie back to back in the same memory."""
-    ends = [weight.data_ptr() + weight.nbytes for weight in weights]
-    of_one = len({(weight.dtype, weight.untyped_storage().data_ptr()) for weight in weights}) == 1
-    return of_one and [weight.data_ptr() for weight in weights[1:]] == ends[:-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +138,12 @@ class LlamaForward:
         return self._head(hidden if isinstance(self._head, Fp32Head) else hidden.to(self._norm.dtype))
 
     def _hidden(self, token_ids: Tensor, positions: Tensor, cache: PageCache, plan: PrefillPlan | DecodePlan) -> Tensor:
-        self._find_weights()
+        address = self._norm.data_ptr()
+        if self._joins and address != self._address:  # after a swap, point the joined layers at their new memory
+            self._address = address
+            for layer in self._layers:
+                layer.queries_keys_values.find()
+                layer.gate_and_up.find()
         batch, length = token_ids.shape
         x = embedding(token_ids.reshape(-1), self._embedding).float()
         if isinstance(plan, DecodePlan) and plan.reading is CacheReading.KERNEL and plan.of_row is None:
@@ -183,15 +184,6 @@ class LlamaForward:
             )
             x = self._finish(x, attended.flatten(1), layer)
         return x
-
-    def _find_weights(self) -> None:
-        """After a swap, point the joined layers at the parameters' new memory."""
-        address = self._norm.data_ptr()
-        if self._joins and address != self._address:
-            self._address = address
-            for layer in self._layers:
-                layer.queries_keys_values.find()
-                layer.gate_and_up.find()
 
     def _projected(self, x: Tensor, layer: _Layer, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [N, Hq, D], keys and values [N, H · D] of a layer's input [N, d]."""

@@ -92,7 +92,9 @@ def load_runner(
     weights = served_weights(model, options.weights)
     shape = cache_shape_of(model, options)
     if device.type == "cuda" and cache_bytes is None:
-        memory = _memory_of(device, share)
+        free, total = torch.cuda.mem_get_info(device)
+        reserved, ours = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+        memory = DeviceMemory(total=total, free=free + reserved - ours, ours=ours, share=share)
         budget = _budget(weights, options, shape)
         cache_bytes = budget.cache_within(memory, context_length=options.context_length)
     runner = TorchRunner(
@@ -200,9 +202,3 @@ def _budget(weights: TorchWeights | QuantizedWeights, options: EngineOptions, ca
         ),
         drafted=length_of(options.options),
     )
-
-
-def _memory_of(device: torch.device, share: float | None) -> DeviceMemory:
-    free, total = torch.cuda.mem_get_info(device)
-    reserved, ours = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    return DeviceMemory(total=total, free=free + reserved - ours, ours=ours, share=share)

@@ -458,7 +458,7 @@ class PageCache:
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the length and the offset of a mask, which come from the plan in truth."""
+        """Return the length and the offset of a mask; the real ones come from the plan."""
         return query_length, 0
 
     # --- states --------------------------------------------------------------------------------------------------

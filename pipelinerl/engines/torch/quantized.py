@@ -62,16 +62,13 @@ class QuantizedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """Return […, out] for `x` […, in], in the dtype of `x`."""
         values, step = quantize(x.reshape(-1, x.shape[-1]), _LEVELS[WeightFormat.INT8])
-        y = (self._product(values) * step).mul_(self.scale).to(x.dtype)
+        rows = len(values)
+        if values.is_cuda and rows < _CUDA_ROWS:
+            values = pad(values, (0, 0, 0, _CUDA_ROWS - rows))
+        y = (torch._int_mm(values, self.weight.t())[:rows] * step).mul_(self.scale).to(x.dtype)
         if self.bias is not None:
             y = y.add_(self.bias)
         return y.view(*x.shape[:-1], -1)
-
-    def _product(self, values: Tensor) -> Tensor:
-        rows = values.shape[0]
-        if values.is_cuda and rows < _CUDA_ROWS:
-            return torch._int_mm(pad(values, (0, 0, 0, _CUDA_ROWS - rows)), self.weight.t())[:rows]
-        return torch._int_mm(values, self.weight.t())
 
 
 class QuantizedWeights:
@@ -90,7 +87,11 @@ class QuantizedWeights:
                 "nothing; serve it with weights native"
             )
         for name, module in linears.items():
-            _check_sizes(name, module)
+            if module.weight.is_cuda and any(size % _CUDA_MULTIPLE for size in module.weight.shape):
+                raise ModelError(
+                    f"{name} has shape {tuple(module.weight.shape)}; CUDA multiplies integers in multiples of "
+                    f"{_CUDA_MULTIPLE} only; serve the model with weights native"
+                )
             _replace(module, self._levels)
         #: Maps the name of each quantised parameter to the name of its scale.
         self._scales = {name: f"{name.removesuffix('weight')}scale" for name in linears}
@@ -144,14 +145,6 @@ def _linears(model: Any, names: list[str]) -> Iterator[tuple[str, nn.Linear]]:
         module = model.get_submodule(owner)
         if attribute == "weight" and isinstance(module, nn.Linear) and module is not head:
             yield name, module
-
-
-def _check_sizes(name: str, module: nn.Linear) -> None:
-    if module.weight.is_cuda and any(size % _CUDA_MULTIPLE for size in module.weight.shape):
-        raise ModelError(
-            f"{name} has shape {tuple(module.weight.shape)}; CUDA multiplies integers in multiples of "
-            f"{_CUDA_MULTIPLE} only; serve the model with weights native"
-        )
 
 
 def _replace(module: Any, levels: int) -> None:

@@ -169,7 +169,17 @@ class GroupMember:
                 f"{generation}; if it is correct, restart the engine",
                 param="generation",
             )
-        return await self._joined(self._begun(request), request.timeout_s)
+        membership = self._begun(request)
+        name = f"group {request.group!r} generation {generation}"
+        if not await settled(membership.joining, timeout_s=request.timeout_s + 1.0):
+            raise DeadlineExceeded(f"{name} did not form within {request.timeout_s:g} s: not every rank joined")
+        self._promote()
+        error = membership.joining.exception()
+        if error is not None:
+            raise as_contract(error)
+        if not membership.usable:
+            raise StaleGeneration(f"{name} was replaced while it formed", param="generation")
+        return _status(request)
 
     def _begun(self, request: InitProcessGroupRequest) -> _Membership:
         generation, begun = request.generation, self._joining.get(request.generation)
@@ -217,19 +227,6 @@ class GroupMember:
                     self._on_replaced()
                     before.leave()
                 self._membership = candidate
-
-    async def _joined(self, membership: _Membership, timeout_s: float) -> ProcessGroupStatus:
-        request = membership.request
-        name = f"group {request.group!r} generation {request.generation}"
-        if not await settled(membership.joining, timeout_s=timeout_s + 1.0):
-            raise DeadlineExceeded(f"{name} did not form within {timeout_s:g} s: not every rank joined")
-        self._promote()
-        error = membership.joining.exception()
-        if error is not None:
-            raise as_contract(error)
-        if not membership.usable:
-            raise StaleGeneration(f"{name} was replaced while it formed", param="generation")
-        return _status(request)
 
     def check(self, *, group: str | None, generation: int | None) -> None:
         """Raise `NotPrepared` or `StaleGeneration` unless exactly this group and generation is joined and usable."""

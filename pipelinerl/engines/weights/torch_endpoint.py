@@ -40,16 +40,16 @@ def serve_endpoints(path: Path, staged: Tensor, device: torch.device) -> None:
     """
     line = socket.socket(socket.AF_UNIX)
     line.connect(str(path))
-    in_background("endpoints", lambda: _serve(line, staged, device))
 
+    def serve() -> None:
+        with line:
+            while True:
+                greeting, ends, _, _ = socket.recv_fds(line, 1, 1)
+                if not greeting:
+                    return  # the engine's process has ended
+                in_background("endpoint", _Membership(socket.socket(fileno=ends[0]), staged, device).serve)
 
-def _serve(line: socket.socket, staged: Tensor, device: torch.device) -> None:
-    with line:
-        while True:
-            greeting, ends, _, _ = socket.recv_fds(line, 1, 1)
-            if not greeting:
-                return  # the engine's process has ended
-            in_background("endpoint", _Membership(socket.socket(fileno=ends[0]), staged, device).serve)
+    in_background("endpoints", serve)
 
 
 class _Membership:

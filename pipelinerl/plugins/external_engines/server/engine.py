@@ -21,7 +21,7 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import AddressError, EngineUnreachable, ModelError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.external_engines.core_loop import CoreLoop, CoreModel, EngineCore, label_of
-from pipelinerl.plugins.external_engines.server.server_core import ServerApi, ServerCore, ServerHttp, ServerModel
+from pipelinerl.plugins.external_engines.server.server_core import ServerApi, ServerCore, ServerHttp
 from pipelinerl.system.secret_variables import read_secret
 
 #: Environment variable for the server's own API key, because a recipe should hold no secrets.
@@ -78,8 +78,16 @@ async def _started(options: EngineOptions, new_api: ApiFactory) -> tuple[EngineC
     try:
         with SharedBytes(layout.num_bytes) as staged:
             api = new_api(http, layout, staged)
-            served = await api.open(label_of(*UNTRAINED))
-        _check(options, served)
+            dtype, context_length = await api.open(label_of(*UNTRAINED))
+        if options.dtype != dtype:
+            raise ModelError(
+                f"engine.dtype must be the server's, {dtype}, got {options.dtype}; "
+                f"or start the server with --dtype {options.dtype}"
+            )
+        if options.context_length > context_length:
+            raise ModelError(
+                f"engine.context_length must be at most the server's, {context_length}, got {options.context_length}"
+            )
         opened = True
     except EngineUnreachable as error:
         raise AddressError(f"{error}; is {options.server} running, and does engine.type match it?") from error
@@ -94,15 +102,3 @@ async def _started(options: EngineOptions, new_api: ApiFactory) -> tuple[EngineC
         cache_bytes=0,  # the server manages its own cache
         staged=staged.tensor,
     )
-
-
-def _check(options: EngineOptions, served: ServerModel) -> None:
-    if served.dtype != options.dtype:
-        raise ModelError(
-            f"engine.dtype must be the server's, {served.dtype}, got {options.dtype}; or start the server with --dtype "
-            f"{options.dtype}"
-        )
-    if served.context_length < options.context_length:
-        raise ModelError(
-            f"engine.context_length must be at most the server's, {served.context_length}, got {options.context_length}"
-        )

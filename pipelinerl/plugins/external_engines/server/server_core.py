@@ -75,22 +75,17 @@ def release_of(version: str) -> tuple[int, ...]:
     return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerModel:
-    """The server's description of the model that it serves."""
-
-    dtype: str
-    context_length: int
-
-
 class ServerApi(Protocol):
     """Client of one kind of server. All its exceptions are `PipelineError`s."""
 
     generate: str
     """The path of the route that generates a sample."""
 
-    async def open(self, label: str) -> ServerModel:
-        """Check that the server can be used, and name its weights `label`. Raises `ModelError` for wrong flags."""
+    async def open(self, label: str) -> tuple[str, int]:
+        """Check that the server can be used, and name its weights `label`; return the model's dtype and context length.
+
+        Raises `ModelError` for wrong flags.
+        """
         ...
 
     def check(self, request: Request) -> None:

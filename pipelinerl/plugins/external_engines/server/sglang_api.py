@@ -20,7 +20,6 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -30,7 +29,7 @@ from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.weights.torch_shared_bytes import SharedBytes
 from pipelinerl.errors import EngineUnreachable, ModelError
 from pipelinerl.plugins.external_engines.core_loop import refuse_beyond, sample_id
-from pipelinerl.plugins.external_engines.server.server_core import Chunk, LabelSpan, ServerHttp, ServerModel, release_of
+from pipelinerl.plugins.external_engines.server.server_core import Chunk, LabelSpan, ServerHttp, release_of
 from pipelinerl.system.background import in_background
 from pipelinerl.system.machine import address_towards
 
@@ -72,12 +71,6 @@ _LONG_S: Final = 600.0
 _JOIN_S: Final = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class _ServerGroup:
-    name: str
-    collective: Any
-
-
 class SglangServerApi:
     """Client of a stock SGLang server; satisfies `ServerApi`."""
 
@@ -89,11 +82,11 @@ class SglangServerApi:
         self._staged = staged.tensor
         self._ranks = 0
         self._has_sessions = True
-        self._group: _ServerGroup | None = None
+        self._group: tuple[str, Any] | None = None  # the name and the collective of the weight group
         self._retracted = False
 
-    async def open(self, label: str) -> ServerModel:
-        """Check version and flags, form the weight group, label the weights.
+    async def open(self, label: str) -> tuple[str, int]:
+        """Check version and flags, form the weight group, label the weights; return the dtype and the context length.
 
         Raises `ModelError`, `EngineUnreachable`.
         """
@@ -135,7 +128,7 @@ class SglangServerApi:
         await self._form_group()
         await self._succeeds("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         models = await self._http.get("/v1/models")
-        return ServerModel(dtype=str(info["dtype"]), context_length=int(models["data"][0]["max_model_len"]))
+        return str(info["dtype"]), int(models["data"][0]["max_model_len"])
 
     async def _reports_the_policy(self) -> None:
         """Check that log-probs are those at the temperature: at a high one, all tokens are about equally likely."""
@@ -155,8 +148,9 @@ class SglangServerApi:
         """Leave the weight group, and resume the server if it is paused."""
         group, self._group = self._group, None
         if group is not None:
-            group.collective.close()
-            await self._http.post("/destroy_weights_update_group", {"group_name": group.name})
+            name, collective = group
+            collective.close()
+            await self._http.post("/destroy_weights_update_group", {"group_name": name})
         await self.resume()
 
     # --- samples -------------------------------------------------------------------------------------------------
@@ -237,12 +231,13 @@ class SglangServerApi:
             await self._form_group()  # a failed broadcast has left no usable group
         group = self._group
         assert group is not None
+        name, collective = group
         specs = self._layout.parameters
         update = {
             "names": [spec.name for spec in specs],
             "dtypes": [spec.dtype.value for spec in specs],
             "shapes": [list(spec.shape) for spec in specs],
-            "group_name": group.name,
+            "group_name": name,
             "flush_cache": False,
             "weight_version": label,
         }
@@ -250,7 +245,7 @@ class SglangServerApi:
             await self._end_session()  # a failed update has left its session open
             await self._succeeds("/begin_weight_update", {})
         self._group = None  # a group whose broadcast fails is unusable
-        sending = in_background("send-weights", lambda: self._send(group.collective))
+        sending = in_background("send-weights", lambda: self._send(collective))
         try:
             await self._succeeds("/update_weights_from_distributed", update)
             await asyncio.wrap_future(sending)
@@ -259,7 +254,7 @@ class SglangServerApi:
             self._group = group
         finally:
             if self._group is None:
-                group.collective.close()
+                collective.close()
 
     async def _end_session(self) -> None:
         """End an open update session. Ignore the error if none is open."""
@@ -302,7 +297,7 @@ class SglangServerApi:
         )
         try:
             await self._succeeds("/init_weights_update_group", join)
-            self._group = _ServerGroup(name, await asyncio.wrap_future(forming))
+            self._group = name, await asyncio.wrap_future(forming)
         finally:
             meeting.close()
 

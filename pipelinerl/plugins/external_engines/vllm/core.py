@@ -149,7 +149,10 @@ class VllmCore:
                     "response_format: the vocabulary of this model cannot spell JSON; leave it out",
                     param="response_format",
                 )
-            _check_grammar(request)
+            try:  # the core would hide the error of a schema that vLLM's grammars do not support
+                validate_xgrammar_grammar(SamplingParams(structured_outputs=_grammar_of(request)))
+            except (VLLMValidationError, ValueError) as error:
+                raise InvalidRequest(f"response_format: {_sentence(error)}", param="response_format") from error
 
     async def add(self, sequences: list[Sequence], *, salt: str) -> None:
         """Begin all samples of one request in the same step, so that a request alone on the engine is reproducible."""
@@ -175,10 +178,7 @@ class VllmCore:
     async def next_step(self) -> Step:
         outputs = await self._client.get_output_async()
         label = outputs.weight_version
-        serving = None
-        if label is not None:
-            serving = named_by(label)
-        return Step(serving, [_sampled(output) for output in outputs.outputs])
+        return Step(None if label is None else named_by(label), [_sampled(output) for output in outputs.outputs])
 
     # --- weights -------------------------------------------------------------------------------------------------
 
@@ -251,14 +251,6 @@ def _grammar_of(request: Request) -> StructuredOutputsParams | None:
     grammar = StructuredOutputsParams(**structure_of(request)["structured_outputs"])
     grammar._backend = _GRAMMARS  # vLLM's own request processor, unused here, would set this field
     return grammar
-
-
-def _check_grammar(request: Request) -> None:
-    """Raise `InvalidRequest` for a schema that vLLM's grammars do not support; the core would hide the error."""
-    try:
-        validate_xgrammar_grammar(SamplingParams(structured_outputs=_grammar_of(request)))
-    except (VLLMValidationError, ValueError) as error:
-        raise InvalidRequest(f"response_format: {_sentence(error)}", param="response_format") from error
 
 
 def _spells_json(path: Path) -> bool:

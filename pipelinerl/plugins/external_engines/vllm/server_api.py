@@ -22,7 +22,7 @@ from pipelinerl.engines.batching.sequence import Request, Sequence
 from pipelinerl.engines.weights.torch_shared_bytes import SharedBytes
 from pipelinerl.errors import EngineUnreachable, ModelError
 from pipelinerl.plugins.external_engines.core_loop import refuse_beyond, sample_id
-from pipelinerl.plugins.external_engines.server.server_core import Chunk, LabelSpan, ServerHttp, ServerModel, release_of
+from pipelinerl.plugins.external_engines.server.server_core import Chunk, LabelSpan, ServerHttp, release_of
 from pipelinerl.plugins.external_engines.vllm.limits import (
     BACKEND,
     COPY_POLL_S,
@@ -72,7 +72,7 @@ class VllmServerApi:
         self._commits = 0
         self._orders = False  # True if the server schedules waiting requests by priority
 
-    async def open(self, label: str) -> ServerModel:
+    async def open(self, label: str) -> tuple[str, int]:
         """Check the server's flags, share the staging memory with it, and name the weights that it serves `label`.
 
         Return the model's dtype and context length. Raises `ModelError`, `EngineUnreachable`.
@@ -86,7 +86,12 @@ class VllmServerApi:
             )
         if release[:2] != _TESTED:
             log.warning("the vLLM server at %s has version %s; not run with this version", self._http.url, version)
-        config = (await self._known("/server_info?config_format=json"))["vllm_config"]
+        try:
+            config = (await self._http.get("/server_info?config_format=json"))["vllm_config"]
+        except EngineUnreachable as error:
+            raise ModelError(
+                f"{error}; a vLLM server has its routes for RL only with VLLM_SERVER_DEV_MODE=1 in its environment"
+            ) from error
         for wanted, flag in _lacking(config):
             raise ModelError(f"the vLLM server at {self._http.url} must {wanted}; start it with {flag}")
         # With another policy, the server accepts only priority 0.
@@ -99,7 +104,7 @@ class VllmServerApi:
         await self._http.post("/init_weight_transfer_engine", {"init_info": share})
         await self._http.post("/update_weight_version", {"new_version": label})
         model = config["model_config"]
-        return ServerModel(dtype=str(model["dtype"]).removeprefix("torch."), context_length=int(model["max_model_len"]))
+        return str(model["dtype"]).removeprefix("torch."), int(model["max_model_len"])
 
     async def close(self) -> None:
         """Release the shared memory, and end an open update session and a pause."""
@@ -182,14 +187,6 @@ class VllmServerApi:
             raise EngineUnreachable(f"the vLLM server at {self._http.url} did not reset its cache")
 
     # --- checks of the server's flags ----------------------------------------------------------------------------
-
-    async def _known(self, path: str) -> Any:
-        try:
-            return await self._http.get(path)
-        except EngineUnreachable as error:
-            raise ModelError(
-                f"{error}; a vLLM server has its routes for RL only with VLLM_SERVER_DEV_MODE=1 in its environment"
-            ) from error
 
     async def _tokens_go_in_and_out(self) -> None:
         """Check that the token route works and reports log-probs after top-k: with top_k=1 the log-prob is 0."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -40,13 +39,6 @@ _READ: Final = frozenset(
 
 def copy_model_files(model: Path, target: Path) -> None:
     """Copy the files of a model directory, except weights, into the directory `target`. Raises OSError."""
-    for source in _files(model):
-        copy = target / source.relative_to(model)
-        copy.parent.mkdir(exist_ok=True)
-        shutil.copyfile(source, copy)
-
-
-def _files(model: Path) -> Iterator[Path]:
     root = model.resolve()
     # A snapshot in the Hugging Face cache consists of links to ../../blobs.
     allowed = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
@@ -56,6 +48,8 @@ def _files(model: Path) -> Iterator[Path]:
         if is_replaced or not is_known or not source.is_file():
             continue
         if source.name in _READ or any(source.resolve().is_relative_to(each) for each in allowed):
-            yield source
+            copy = target / source.relative_to(model)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(source, copy)
         else:
             log.warning("%s is a link to outside the model directory, so checkpoints do not contain it", source)

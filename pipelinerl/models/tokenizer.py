@@ -373,8 +373,9 @@ def _byte_reader(backend: Tokenizer, decode: Callable[[Sequence[int]], str]) -> 
     It follows the tokenizer's decoder, if that is byte-level or SentencePiece's. Tokens of other decoders have the
     bytes of the text that `decode` returns.
     """
-    steps = _steps(backend)
-    if steps is None:
+    decoder: Any = {"type": ""} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    if any(step["type"] not in _KNOWN or "Regex" in step.get("pattern", {}) for step in steps):
         return cache(lambda token_id: decode([token_id]).encode())
 
     @cache
@@ -396,16 +397,6 @@ def _byte_reader(backend: Tokenizer, decode: Callable[[Sequence[int]], str]) -> 
         return piece.encode()
 
     return read
-
-
-def _steps(backend: Tokenizer) -> Sequence[Mapping[str, Any]] | None:
-    """Return the steps of the tokenizer's decoder; None if there are none, or others than `_KNOWN`."""
-    if backend.decoder is None:
-        return None
-    decoder = json.loads(backend.decoder.__getstate__())
-    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    is_known = all(step["type"] in _KNOWN and "Regex" not in step.get("pattern", {}) for step in steps)
-    return steps if is_known else None
 
 
 @cache

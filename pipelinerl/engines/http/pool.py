@@ -432,7 +432,9 @@ class EnginePool:
                 return answer.answered(answer.completion(), engine_used)
             url = self._choice(engine, refused, near, tokens)
             if url is None:
-                await self._change(min(pause_s, remaining))
+                self._changed.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), min(pause_s, remaining))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
             continued, engine_used = answer.num_tokens > 0, url
@@ -544,9 +546,3 @@ class EnginePool:
     def _check_epoch(self, epoch: int) -> None:
         if epoch < self._min_epoch:
             raise Dirty(f"it serves weights of epoch {epoch}, not those of this run: has it restarted?")
-
-    async def _change(self, timeout_s: float) -> None:
-        self._changed.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()

@@ -8,7 +8,7 @@ float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -122,7 +122,10 @@ class BigramTrainer:
         worker, tokens = self._worker, micro_batch.token_ids
         where = np.flatnonzero(micro_batch.loss_mask)
         predictions, distributions = _predict(worker, micro_batch, where)
-        columns = {**_columns(micro_batch, where), **_measures(objective, distributions)}
+        columns = _columns(micro_batch, where)
+        if distributions is not None:
+            for measure in measures_of(objective):
+                columns[str(measure)] = measured(measure, distributions).astype(np.float64, copy=False)
         loss = float(objective.evaluate(predictions, columns))
         if not math.isfinite(loss):
             self.discard_gradient()
@@ -213,13 +216,6 @@ def _predict(worker: BigramWorker, batch: MicroBatch, where: NDArray[np.intp]) -
     return logprobs[np.arange(len(where)), batch.token_ids[where]], logprobs
 
 
-def _measures(objective: Objective, distributions: Float64 | None) -> dict[str, Float64]:
-    if distributions is None:
-        return {}
-    measures = measures_of(objective)
-    return {str(measure): measured(measure, distributions).astype(np.float64, copy=False) for measure in measures}
-
-
 def _restored(fresh: BigramWorker, path: Path) -> BigramWorker:
     try:
         tensors = load_file(path / _STATE)
@@ -232,7 +228,7 @@ def _restored(fresh: BigramWorker, path: Path) -> BigramWorker:
     return BigramWorker(fresh.spec, fresh.head, table, exp_avg, exp_avg_sq, version)
 
 
-def _columns(batch: MicroBatch, where: NDArray[np.intp]) -> Mapping[str, Any]:
+def _columns(batch: MicroBatch, where: NDArray[np.intp]) -> dict[str, Any]:
     names = ("advantages", "weights", "behavior_logprobs", "temperatures")
     optional = ("old_logprobs", "ref_logprobs", "values", "returns", "kl_coefficients")
     columns = {name: column for name in (*names, *optional) if (column := getattr(batch, name)) is not None}

@@ -234,7 +234,11 @@ def load_weights(path: Path, config: DecoderConfig, *, place: Storage, dtype: An
     try:
         with ExitStack() as stack:
             files = [stack.enter_context(safe_open(str(file), framework="np")) for file in weight_files(path)]
-            tensors = {_whole_name(name): file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
+            tensors = {  # files of value models omit the prefix
+                name if name == HEAD or name.startswith(_PREFIX) else _PREFIX + name: file.get_slice(name)
+                for file in files
+                for name in file.keys()  # noqa: SIM118
+            }
             _check(tensors, trunk, config, path)
             loaded = {
                 parameter.name: _divided(path, parameter, place(parameter), tensors, np.dtype(dtype))
@@ -318,11 +322,6 @@ def _value_head(path: Path, config: DecoderConfig, place: Storage, dtype: np.dty
             raise ModelError(f"{file} must fit the model beside it, {list(parameter.shape)}, got {list(whole.shape)}")
         loaded[parameter.name] = jax.make_array_from_callback(whole.shape, place(parameter), whole.__getitem__)
     return loaded
-
-
-def _whole_name(name: str) -> str:
-    """Return a tensor's name with the prefix `model.`, which files of value models omit."""
-    return name if name == HEAD or name.startswith(_PREFIX) else _PREFIX + name
 
 
 def _check(tensors: Mapping[str, Any], trunk: Sequence[Parameter], config: DecoderConfig, path: Path) -> None:

@@ -176,7 +176,7 @@ class JaxRunner:
         """Fill the cache of the named rows, batching prompts of similar length; each prompt is computed once."""
         self.early_step.drop()
         for length, batch in self._batches(prefills):
-            token_ids = np.zeros((_fitting(len(batch), self.buckets.prompts_at(length)), length), dtype=np.int32)
+            token_ids = np.zeros((min(n for n in self.buckets.prompts_at(length) if n >= len(batch)), length), np.int32)
             for index, prefill in enumerate(batch):
                 token_ids[index, : len(prefill.token_ids)] = prefill.token_ids
             rows = [row for prefill in batch for row in prefill.rows]
@@ -279,10 +279,6 @@ class JaxRunner:
     def swap(self) -> None:
         self.early_step.drop()
         self._weights.swap()
-
-
-def _fitting(count: int, sizes: Sequence[int]) -> int:
-    return next(size for size in sizes if size >= count)
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------

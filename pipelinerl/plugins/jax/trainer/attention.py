@@ -89,7 +89,6 @@ def _splash(segment_ids: Array, mesh: Mesh) -> Attend:
 
 #: Segment id of padding, which attends only to padding.
 PADDING: Final = -1
-_LEAST_COLUMNS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,7 @@ class Rows:
     place: NDArray[np.int64]
 
     @classmethod
-    def of(cls, position_ids: NDArray[np.int32], *, multiple: int = 1, least_columns: int = _LEAST_COLUMNS) -> Rows:
+    def of(cls, position_ids: NDArray[np.int32], *, multiple: int = 1, least_columns: int = 64) -> Rows:
         """Lay out packed segments, whose `position_ids` [T] restart at 0 in each; R is a multiple of `multiple`."""
         starts = np.flatnonzero(position_ids == 0)
         lengths = np.diff(starts, append=len(position_ids))
@@ -113,8 +112,11 @@ class Rows:
             offset[i] = (row + 1) * columns - room[row]
             room[row] -= lengths[i]
         needed = int(np.count_nonzero(room < columns))
-        rows = _bucket(-(-needed // multiple)) * multiple
-        return cls((rows, columns), np.repeat(offset, lengths) + position_ids)
+        # `rows` is the smallest number in 1, 2, 3, 4, 6, 8, 12, 16, … that is at least `count`.
+        count = -(-needed // multiple)
+        power = 1 << (count - 1).bit_length()
+        rows = power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
+        return cls((rows * multiple, columns), np.repeat(offset, lengths) + position_ids)
 
     def spread(self, column: NDArray[Any], *, fill: Any = 0) -> NDArray[Any]:
         """Copy packed values [T] into rows [R, C]; padding gets the value `fill`."""
@@ -125,9 +127,3 @@ class Rows:
     def collect(self, rows: NDArray[Any]) -> NDArray[Any]:
         """Copy the tokens' values from rows [R, C] to packed values [T]; the inverse of `spread`."""
         return rows.reshape(-1)[self.place]
-
-
-def _bucket(count: int) -> int:
-    """Return the smallest number in 1, 2, 3, 4, 6, 8, 12, 16, … that is at least `count`."""
-    power = 1 << (count - 1).bit_length()
-    return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -57,17 +57,14 @@ class TrainerProgram:
         rounding (straight-through).
         """
         table = {parameter.name: parameter for parameter in self.config.parameters}
-        fetched = {}
+        served, fetched = jnp.finfo(self.config.dtype), {}
+        rounds = not self.config.scalar_head and served.bits < jnp.finfo(self.compute).bits
         for name, array in own.items():
             whole = jax_mesh.gathered(self.mesh, table.get(name) or table[LAYER + name])
-            fetched[name] = lax.with_sharding_constraint(self._served(array).astype(self.compute), whole)
+            if rounds:
+                array = array + lax.stop_gradient(lax.reduce_precision(array, served.nexp, served.nmant) - array)
+            fetched[name] = lax.with_sharding_constraint(array.astype(self.compute), whole)
         return fetched
-
-    def _served(self, array: Array) -> Array:
-        served = jnp.finfo(self.config.dtype)
-        if self.config.scalar_head or served.bits >= jnp.finfo(self.compute).bits:
-            return array
-        return array + lax.stop_gradient(lax.reduce_precision(array, served.nexp, served.nmant) - array)
 
     def output_layer(self, weights: Weights) -> Array:
         """Return the output layer's weight [V, D]; `HeadPrecision.FP32` keeps it in fp32."""
@@ -249,14 +246,6 @@ def _layers_backward(
 _layers.defvjp(_layers_forward, _layers_backward)
 
 
-class Stepped(NamedTuple):
-    """The result of one optimizer step: new weights and moments, and the gradient's norm before clipping."""
-
-    weights: Weights
-    moments: optax.ScaleByAdamState
-    norm: Array
-
-
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
 def step(
     program: TrainerProgram,
@@ -265,10 +254,10 @@ def step(
     moments: optax.ScaleByAdamState,
     gradient: Weights,
     learning_rate: Array,
-) -> Stepped:
+) -> tuple[Weights, optax.ScaleByAdamState, Array]:
     """Clip the gradient by torch's formula, then apply AdamW (Loshchilov and Hutter 2019), without decay of vectors.
 
-    If the gradient's norm is not finite, change nothing.
+    Return new weights and moments, and the norm before clipping. If the norm is not finite, change nothing.
     """
     norm = optax.tree.norm(gradient)
     finite = jnp.isfinite(norm)
@@ -287,7 +276,7 @@ def step(
             update += spec.weight_decay * weight
         applied[name] = jnp.where(finite, weight - learning_rate * update, weight)
     after = optax.ScaleByAdamState(jnp.where(finite, count, moments.count), means, squares)
-    return Stepped(program.divided(applied), after, norm)
+    return program.divided(applied), after, norm
 
 
 def new_moments(program: TrainerProgram, weights: Weights) -> optax.ScaleByAdamState:

@@ -203,17 +203,14 @@ class JaxFollower:
             case wire.Gather():
                 worker.gathered(command.place)
             case wire.Save():
-                _save(worker, Path(command.path))
+                path = Path(command.path)
+                if not path.is_dir():
+                    raise StateError(
+                        f"{path} does not exist on this host; put the run's directory on a file system that every host "
+                        "mounts at the same path"
+                    )
+                worker.save_parts(path)
         return []
-
-
-def _save(worker: JaxWorker, path: Path) -> None:
-    if not path.is_dir():
-        raise StateError(
-            f"{path} does not exist on this host; put the run's directory on a file system that every host mounts at "
-            "the same path"
-        )
-    worker.save_parts(path)
 
 
 def read_spec(spec: TrainerSpec) -> tuple[JaxOptions, DecoderConfig]:

@@ -76,10 +76,15 @@ class JaxWorker:
     @classmethod
     def started(cls, spec: TrainerSpec, options: JaxOptions, config: DecoderConfig) -> JaxWorker:
         """Load this process's shards of the weights and, if the spec restores a state, of the moments."""
-        devices, compute = _devices(spec), jnp.bfloat16 if spec.precision is Precision.BF16 else jnp.float32
-        requested = options.attention
-        platform = devices[0].platform
-        windows = config.window is not None
+        bound_memory(spec.memory_share)
+        try:
+            devices = jax.devices(_PLATFORMS[spec.device])
+        except RuntimeError as error:
+            raise SpecError(
+                f"device is {spec.device}, but jax finds none: {error}; set device to auto or cpu"
+            ) from error
+        compute = jnp.bfloat16 if spec.precision is Precision.BF16 else jnp.float32
+        requested, platform, windows = options.attention, devices[0].platform, config.window is not None
         if requested is PackedAttention.SPLASH and platform != "tpu":
             raise SpecError(f'options.attention = "splash" is a kernel for TPUs, got {platform}; leave it out')
         if requested is PackedAttention.SPLASH and windows:
@@ -93,12 +98,17 @@ class JaxWorker:
             if requested is None
             else requested,
             head=spec.head_precision,
-            logits_at_once=LOGITS_AT_ONCE if devices[0].platform == "cpu" else LOGITS_ON_ACCELERATOR,
+            logits_at_once=LOGITS_AT_ONCE if platform == "cpu" else LOGITS_ON_ACCELERATOR,
         )
-        load = _loaded if spec.restore_from is None else _restored
-        worker = load(program, spec)
-        worker.rounding = spec.rounding
-        return worker
+        if spec.restore_from is not None:
+            restored = _read_state(spec.restore_from, program)
+            return cls(program, spec.optimizer, *restored, rounding=spec.rounding)
+        try:
+            weights = load_weights(spec.model_path, config, place=lambda p: jax_mesh.of_parameter(program.mesh, p))
+        except ModelError as error:
+            raise SpecError(f"model_path: {error}") from error
+        fresh = jax_program.new_moments(program, weights)
+        return cls(program, spec.optimizer, weights, fresh, 0, rounding=spec.rounding)
 
     @property
     def config(self) -> DecoderConfig:
@@ -164,8 +174,10 @@ class JaxWorker:
         assert self.gradient is not None, "the trainer has checked that there is a gradient"
         gradient, self.gradient, self.served = self.gradient, None, None
         rate = np.float32(learning_rate)
-        stepped = jax_program.step(self.program, self.optimizer, self.weights, self.moments, gradient, rate)
-        self.weights, self.moments, norm = stepped.weights, stepped.moments, float(stepped.norm)
+        self.weights, self.moments, device_norm = jax_program.step(
+            self.program, self.optimizer, self.weights, self.moments, gradient, rate
+        )
+        norm = float(device_norm)
         if not math.isfinite(norm):
             raise NonFiniteError(f"the gradient's norm is {norm}: it was cleared and the weights are unchanged")
         self.model_version += 1
@@ -227,79 +239,52 @@ def _forward(program: TrainerProgram, weights: Weights, batch: MicroBatch) -> Fl
     return logprobs
 
 
-def _devices(spec: TrainerSpec) -> list[Any]:
-    bound_memory(spec.memory_share)
-    try:
-        return list(jax.devices(_PLATFORMS[spec.device]))
-    except RuntimeError as error:
-        raise SpecError(f"device is {spec.device}, but jax finds none: {error}; set device to auto or cpu") from error
-
-
-def _loaded(program: TrainerProgram, spec: TrainerSpec) -> JaxWorker:
-    try:
-        weights = load_weights(spec.model_path, program.config, place=lambda p: jax_mesh.of_parameter(program.mesh, p))
-    except ModelError as error:
-        raise SpecError(f"model_path: {error}") from error
-    return JaxWorker(program, spec.optimizer, weights, jax_program.new_moments(program, weights), 0)
-
-
-def _restored(program: TrainerProgram, spec: TrainerSpec) -> JaxWorker:
-    assert spec.restore_from is not None
-    saved = read_state(spec.restore_from, expected=program.config)
-    parts = {
-        p.name: jax.ShapeDtypeStruct(p.stacked_shape, jnp.float32, sharding=jax_mesh.of_parameter(program.mesh, p))
-        for p in program.config.parameters
-    }
-    arrays = saved.restore(parts)
-    weights, mean, square = (arrays[kind] for kind in KINDS)
-    count = jax_mesh.everywhere(program.mesh, np.asarray(saved.model_version, np.int32))
-    moments = optax.ScaleByAdamState(count=count, mu=mean, nu=square)
-    return JaxWorker(program, spec.optimizer, weights, moments, saved.model_version)
-
-
 #: Arrays by kind, then by parameter name. The kinds are the master weights and Adam's two moments.
 Kinds = Mapping[str, Mapping[str, jax.Array]]
 KINDS: Final = ("weights", "mean", "square")
 
 
-@dataclass(frozen=True, slots=True)
-class JaxSavedState:
-    """A saved state whose `trainer.json` has been read and checked; `restore` reads its arrays."""
+def _read_state(path: Path, program: TrainerProgram) -> tuple[Weights, optax.ScaleByAdamState, int]:
+    """Read weights, moments and version onto the mesh. Raises StateError if they are damaged or of another model."""
+    config, mesh = program.config, program.mesh
+    record = read_record(path, architecture=_architecture(config), model_type=config.model_type)
+    weights, mean, square = (
+        {p.name: _array(path, kind, p.name, p.stacked_shape, jax_mesh.of_parameter(mesh, p)) for p in config.parameters}
+        for kind in KINDS
+    )
+    count = jax_mesh.everywhere(mesh, np.asarray(record["model_version"], np.int32))
+    return weights, optax.ScaleByAdamState(count=count, mu=mean, nu=square), record["model_version"]
 
-    path: Path
-    model_version: int
 
-    def restore(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, dict[str, jax.Array]]:
-        """Read all arrays, in the shapes, dtypes and shardings of `like`. Raises StateError if an array is damaged."""
-        return {kind: {name: self._array(kind, name, wanted) for name, wanted in like.items()} for kind in KINDS}
-
-    def _array(self, kind: str, name: str, expected: jax.ShapeDtypeStruct) -> jax.Array:
-        sharding = expected.sharding
-        assert isinstance(sharding, NamedSharding)
-        parts = sharding.addressable_devices_indices_map(expected.shape)
-        try:
-            store = tensorstore.open(_spec(self.path, kind, name), open=True).result()
-            if tuple(store.shape) != expected.shape:
-                raise ValueError(f"its shape is {list(store.shape)}, expected {list(expected.shape)}")
-            reading = [(device, store[index].read()) for device, index in parts.items() if index is not None]
-            placed = [jax.device_put(np.asarray(part.result(), expected.dtype), device) for device, part in reading]
-        except (ValueError, OSError) as error:
-            reason = str(error).partition("\n")[0][:300]
-            raise StateError(
-                f"the array {kind}/{name} of the trainer state in {self.path} is missing or damaged: {reason}; restore "
-                "another checkpoint"
-            ) from error
-        return jax.make_array_from_single_device_arrays(expected.shape, sharding, placed)
+def _array(path: Path, kind: str, name: str, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    parts = sharding.addressable_devices_indices_map(shape)
+    try:
+        store = tensorstore.open(_spec(path, kind, name), open=True).result()
+        if tuple(store.shape) != shape:
+            raise ValueError(f"its shape is {list(store.shape)}, expected {list(shape)}")
+        reading = [(device, store[index].read()) for device, index in parts.items() if index is not None]
+        placed = [jax.device_put(np.asarray(part.result(), np.float32), device) for device, part in reading]
+    except (ValueError, OSError) as error:
+        reason = str(error).partition("\n")[0][:300]
+        raise StateError(
+            f"the array {kind}/{name} of the trainer state in {path} is missing or damaged: {reason}; restore another "
+            "checkpoint"
+        ) from error
+    return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 
 
 def write_parts(path: Path, arrays: Kinds) -> None:
     """Write this process's parts into the existing directory `path`, which all processes share."""
-    writing = [
-        write
-        for kind, named in arrays.items()
-        for name, array in named.items()
-        for write in _write(_spec(path, kind, name), array)
-    ]
+    writing = []
+    for kind, named in arrays.items():
+        for name, array in named.items():
+            chunks = tensorstore.ChunkLayout(chunk_shape=array.sharding.shard_shape(array.shape))
+            dtype = tensorstore.dtype(array.dtype.name)
+            store = tensorstore.open(
+                _spec(path, kind, name), create=True, open=True, dtype=dtype, shape=array.shape, chunk_layout=chunks
+            ).result()
+            own = (part for part in array.addressable_shards if part.replica_id == 0)
+            writing += [store[part.index].write(np.asarray(part.data)) for part in own]
     for write in writing:
         write.result()
 
@@ -311,40 +296,18 @@ def write_manifest(path: Path, arrays: Kinds, *, config: DecoderConfig, model_ve
     """
     for kind, named in arrays.items():
         for name, array in named.items():
-            _raise_if_parts_lack(path, kind, name, array)
+            if array.is_fully_addressable:
+                continue  # this process wrote all parts, so none can be missing
+            expected = prod(array.shape) // prod(array.sharding.shard_shape(array.shape))
+            count = sum(1 for file in (_folder(path, kind, name) / "c").rglob("*") if file.is_file())
+            if count != expected:
+                raise StateError(
+                    f"the trainer state in {path} must have {expected} parts of {kind}/{name}, and rank 0 sees "
+                    f"{count}; put the run's directory on a file system that every host mounts at the same path"
+                )
     sharding = next(iter(arrays["weights"].values())).sharding
     mesh = dict(sharding.mesh.shape) if isinstance(sharding, NamedSharding) else {}
     write_record(path, model_version=model_version, architecture=_architecture(config), mesh=mesh)
-
-
-def read_state(path: Path, *, expected: DecoderConfig) -> JaxSavedState:
-    """Read the state's `trainer.json`. Raises StateError if it is missing, damaged, or not of the model `expected`."""
-    record = read_record(path, architecture=_architecture(expected), model_type=expected.model_type)
-    return JaxSavedState(path, record["model_version"])
-
-
-def _write(spec: dict[str, Any], array: jax.Array) -> list[tensorstore.WriteFutures]:
-    store = tensorstore.open(
-        spec,
-        create=True,
-        open=True,
-        dtype=tensorstore.dtype(array.dtype.name),
-        shape=array.shape,
-        chunk_layout=tensorstore.ChunkLayout(chunk_shape=array.sharding.shard_shape(array.shape)),
-    ).result()
-    return [store[part.index].write(np.asarray(part.data)) for part in array.addressable_shards if part.replica_id == 0]
-
-
-def _raise_if_parts_lack(path: Path, kind: str, name: str, array: jax.Array) -> None:
-    if array.is_fully_addressable:
-        return  # this process wrote all parts, so none can be missing
-    expected = prod(array.shape) // prod(array.sharding.shard_shape(array.shape))
-    count = sum(1 for file in (_folder(path, kind, name) / "c").rglob("*") if file.is_file())
-    if count != expected:
-        raise StateError(
-            f"the trainer state in {path} must have {expected} parts of {kind}/{name}, and rank 0 sees {count}; "
-            "put the run's directory on a file system that every host mounts at the same path"
-        )
 
 
 def _folder(path: Path, kind: str, name: str) -> Path:

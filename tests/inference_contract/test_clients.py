@@ -1,65 +1,86 @@
-"""Engines serve the requests of public clients, tested with recorded request bodies and with OpenAI's own client.
+"""A live torch engine serves public clients: recorded requests, and those of OpenAI's own client.
 
-`clients/*.json` holds the request bodies that each client, at the version given there, sent to a recording server.
+`recorded_requests.json` holds request bodies that `openai`, `litellm`, `openai-agents` and `vllm` sent to a recording
+server, with and without tools, and for each body the field that the torch engine rejects, if any.
 """
 
 import json
 from pathlib import Path
+from typing import Final
 
 import httpx
 import pytest
 
+from inference_contract.completions import TextCompletion
 from inference_contract.conformance.session import chunks
 from inference_contract.schemas import ChatCompletion
 from pipelinerl.engines.http.server import create_app
-from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
-from tests.fakes.engine_options import bigram_engine
+from pipelinerl.engines.torch.engine import from_options
+from tests.fakes.engine_options import engine_options
 from tests.fakes.served import in_thread
+from tests.fakes.tool_model import save_tool_model
 from tests.patience import PATIENCE_S
+from trainer_contract.types import Device
 
-RECORDED = [
-    pytest.param(request["body"], id=f"{recorded['client']} {recorded['version']}: {request['call']}")
-    for path in sorted((Path(__file__).parent / "clients").glob("*.json"))
-    for recorded in [json.loads(path.read_text())]
-    for request in recorded["requests"]
-]
-CHAT = [{"role": "user", "content": "1 + 2"}]
+RECORDED: Final = json.loads((Path(__file__).parent / "recorded_requests.json").read_text())
+CONTEXT: Final = 1024
+ROUTE: Final = "/v1/chat/completions"
+CHAT: Final = [{"role": "user", "content": "1 + 2"}]
 
 
 @pytest.fixture(scope="module")
-def url():
-    """Serve an engine with a real tokenizer and a small model over HTTP."""
-    raw = char_tokenizer()
-    tokenizer = ChatTokenizer(raw, {raw.eos_token_id})
-    with in_thread(create_app(bigram_engine(tokenizer, rows=4, context_length=96), token=None)) as served:
-        yield served
+def client(tmp_path_factory):
+    """Yield a client of a torch engine whose model is named `m`, after the last part of its directory's path."""
+    path = tmp_path_factory.mktemp("models") / "m"
+    save_tool_model(path, context_length=CONTEXT)
+    options = engine_options(model_path=path, model_id=str(path), context_length=CONTEXT, device=Device.CPU, threads=1)
+    app = create_app(from_options(options), token=None)
+    with in_thread(app) as url, httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE_S) as client:
+        yield client
 
 
 @pytest.fixture
-def public_client(url):
+def public_client(client):
     import openai
 
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as made:
+    with openai.OpenAI(
+        base_url=str(client.base_url.join("/v1")), api_key="none", max_retries=0, timeout=PATIENCE_S
+    ) as made:
         yield made
 
 
-def post(url, body):
-    return httpx.post(f"{url}/v1/chat/completions", json=body, trust_env=False, timeout=PATIENCE_S)
-
-
-@pytest.mark.parametrize("body", RECORDED)
-def test_recorded_requests_of_public_clients_are_served(url, body):
-    answer = post(url, body)
-    assert answer.status_code == 200, answer.text
-    if not body.get("stream"):
-        assert ChatCompletion.model_validate_json(answer.content).choices[0].message.content
+@pytest.mark.parametrize("recorded", RECORDED, ids=lambda each: f"{each['client']}: {each['call']}")
+def test_recorded_request_is_answered_or_its_unsupported_field_is_rejected_by_name(client, recorded):
+    body = {"max_tokens": 6} | recorded["body"]
+    answer = client.post(recorded["route"], json=body)
+    if recorded["refused"] is not None:
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == recorded["refused"]
+        assert recorded["refused"] in answer.json()["error"]["message"]
         return
-    received = list(chunks(answer, answer.text.splitlines()))
-    assert "".join(part.delta.content or "" for chunk in received for part in chunk.choices)
-    wants_usage = (body.get("stream_options") or {}).get("include_usage", False)
-    has_usage = [chunk.usage is not None for chunk in received]
-    assert has_usage == [False] * (len(received) - wants_usage) + [True] * wants_usage
+    assert answer.status_code == 200, answer.text
+    if body.get("stream"):
+        assert answer.text.endswith("data: [DONE]\n\n")
+        if recorded["route"].endswith("chat/completions"):
+            assert any(
+                part.finish_reason for chunk in chunks(answer, answer.text.splitlines()) for part in chunk.choices
+            )
+    elif recorded["route"].endswith("chat/completions"):
+        assert ChatCompletion.model_validate_json(answer.content).choices[0].finish_reason
+    else:
+        prompts = body["prompt"] if isinstance(body["prompt"][0], str) and isinstance(body["prompt"], list) else [0]
+        choices = TextCompletion.model_validate_json(answer.content).choices
+        assert [choice.index for choice in choices] == list(range(len(prompts) * body.get("n", 1)))
+
+
+def test_tool_descriptions_are_added_to_the_prompt_unless_tool_choice_is_none(client):
+    with_tools = next(each["body"] for each in RECORDED if each["call"] == "create(tools=…)")
+    bare = {name: value for name, value in with_tools.items() if name != "tools"}
+    counts = [
+        client.post(ROUTE, json=body | {"max_tokens": 1}).json()["usage"]["prompt_tokens"]
+        for body in (bare, with_tools, with_tools | {"tool_choice": "none"})
+    ]
+    assert counts[1] > counts[0] + 20 and counts[2] == counts[0]
 
 
 def test_openai_client_gets_the_same_answer_streamed_and_in_one_piece(public_client):
@@ -92,11 +113,11 @@ def test_openai_client_can_send_back_an_earlier_answer_as_an_object_or_a_dict(pu
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_request_may_set_top_k_to_minus_one_and_give_its_content_as_text_parts(url):
-    plain = post(url, {"messages": CHAT, "seed": 1, "max_tokens": 8, "return_token_ids": True}).json()
+def test_request_may_set_top_k_to_minus_one_and_give_its_content_as_text_parts(client):
+    plain = {"messages": CHAT, "seed": 1, "max_tokens": 8, "return_token_ids": True}
     parts = [{"role": "user", "content": [{"type": "text", "text": "1 + 2"}]}]
-    again = post(url, {"messages": parts, "seed": 1, "max_tokens": 8, "return_token_ids": True, "top_k": -1}).json()
-    assert again["choices"] == plain["choices"] and again["prompt_token_ids"] == plain["prompt_token_ids"]
+    one, other = (client.post(ROUTE, json=plain | each).json() for each in ({}, {"messages": parts, "top_k": -1}))
+    assert one["choices"] == other["choices"] and one["prompt_token_ids"] == other["prompt_token_ids"]
 
 
 @pytest.mark.parametrize(
@@ -104,11 +125,7 @@ def test_request_may_set_top_k_to_minus_one_and_give_its_content_as_text_parts(u
     [
         ({"min_tokens": 3}, "min_tokens"),
         ({"store": True}, "store"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": True}, "stream_options"),
         ({"messages": [{"role": "user", "content": "a", "name": "ann"}]}, "messages.0.name"),
         ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]}]}, "messages.0.tool_calls"),
@@ -117,8 +134,8 @@ def test_request_may_set_top_k_to_minus_one_and_give_its_content_as_text_parts(u
         ({"frobnicate": None}, "frobnicate"),
     ],
 )
-def test_request_fields_that_the_engine_would_ignore_are_rejected_by_name(url, fields, param):
-    answer = post(url, {"messages": CHAT, "max_tokens": 2} | fields)
+def test_request_fields_that_the_engine_would_ignore_are_rejected_by_name(client, fields, param):
+    answer = client.post(ROUTE, json={"messages": CHAT, "max_tokens": 2} | fields)
     assert answer.status_code == 400
     assert str(answer.json()["error"]["param"]).startswith(param)
     assert "image_url" not in answer.text

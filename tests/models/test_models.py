@@ -177,11 +177,6 @@ def test_end_tokens_include_those_in_the_models_generation_config(directory):
     assert ChatTokenizer.load(directory).eos_token_ids == {0, 4, 5}
 
 
-def test_encoding_a_chat_raises_an_error_if_the_tokenizer_has_no_chat_template():
-    with pytest.raises(ModelError, match=r"has no chat template, as a base model may; write one into chat_templ"):
-        byte_level().encode_chat([Message("user", "a")])
-
-
 @pytest.mark.parametrize("text", ["héllo wörld", "日本語 text", "👩‍👩‍👧 family", "a\u00e9\n\n  b ", ""])
 def test_incremental_detokenizer_returns_only_whole_characters_that_together_form_the_text(text):
     tokenizer = byte_level()

@@ -123,18 +123,6 @@ def _prompt(seed, length):
     return rng.generator(seed, "prompt").integers(0, VOCAB, length).tolist()
 
 
-@pytest.mark.parametrize("modules", [False, True])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_batched_decoding_equals_full_recomputation(directories, name, modules):
-    runner = _runner(directories[name], modules=modules)
-    rows = [Row(_prompt(i, length), noise_key=100 + i) for i, length in enumerate((1, 9, 4, 80))]
-    rows.append(Row(_prompt(9, 6), temperature=0.0))
-    rows.append(Row(_prompt(10, 7), temperature=0.6, noise_key=7))
-    start(runner, rows)
-    decode(runner, rows, 12)
-    _agree(directories[name], rows)
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_forward_pass_without_torch_modules_is_chosen_only_for_supported_architectures(directories, name):
     expected = LlamaForward if name in STRAIGHT else ModuleForward

@@ -181,23 +181,14 @@ def test_jax_trainer_compiles_one_program_per_row_shape(model_path, micro_batch,
     ],
 )
 def test_rematerialisation_does_not_change_gradients_or_log_probs(remat, name, model_path, micro_batch):
-    path, batch = model_path(name), micro_batch()
+    path, batch, other = model_path(name), micro_batch(), micro_batch(select=[1, 3, 4])
     plain, trainer = started(path), started(path, options={"remat": remat})
-    plain.backward([batch], OBJECTIVE)
-    stats = trainer.backward([batch], OBJECTIVE)[0]
+    plain.backward([batch, other], OBJECTIVE)
+    stats = trainer.backward([batch, other], OBJECTIVE)[0]
     assert largest_relative_difference(gradients(trainer), gradients(plain)) <= 1e-5
     # RLAX §5.1: the forward pass of a training step equals the inference forward pass.
     inside = trainer.forward([batch])[0][batch.loss_mask]
     np.testing.assert_allclose(stats.predictions[batch.loss_mask], inside, rtol=0, atol=1e-6)
-
-
-def test_gradients_of_several_micro_batches_add_up_with_rematerialisation(model_path, micro_batch):
-    path, batches = model_path("qwen3"), [micro_batch(select=part) for part in ([0, 2], [1, 3, 4], [5])]
-    plain, trainer = started(path), started(path, gradient_checkpointing=True)
-    for each in (plain, trainer):
-        each.backward(batches[:2], OBJECTIVE)
-        each.backward(batches[2:], OBJECTIVE)
-    assert largest_relative_difference(gradients(trainer), gradients(plain)) <= 1e-5
 
 
 def test_accumulation_and_step_need_no_second_copy_of_gradient_or_moments(model_path, micro_batch):
@@ -276,8 +267,8 @@ def test_training_forward_matches_inference_bit_for_bit(precision, model_path, m
 @pytest.mark.parametrize(
     "mesh", [{}, {"fsdp": 2, "tensor": 2}, pytest.param({"data": 2, "fsdp": 2}, marks=pytest.mark.slow)], ids=str
 )
-def test_computing_logits_in_pieces_gives_the_same_log_probs_and_gradients(mesh, model_path, micro_batch):
-    """Backward skips pieces without tokens in the loss; forward skips pieces without predicted tokens."""
+def test_computing_logits_in_pieces_gives_the_same_log_probs_and_gradients(mesh, model_path, micro_batch, compilations):
+    """Backward skips pieces without tokens in the loss, with one program; forward skips those without predictions."""
     path, batch = model_path("qwen2"), micro_batch(lengths=(60, 9, 4, 40, 2, 17, 9, 50, 33))
     whole, pieces = started(path), started(path, options={"mesh": mesh}, gradient_checkpointing=True)
     pieces._worker.program = replace(pieces._worker.program, logits_at_once=10 * VOCAB)
@@ -289,14 +280,7 @@ def test_computing_logits_in_pieces_gives_the_same_log_probs_and_gradients(mesh,
         assert not ours.predictions[~part.loss_mask].any()
         np.testing.assert_allclose(ours.loss, theirs.loss, rtol=1e-5)
         assert largest_relative_difference(gradients(pieces), gradients(whole)) <= 1e-5
-
-
-def test_changing_the_number_of_tokens_in_the_loss_compiles_no_further_program(model_path, micro_batch, compilations):
-    trainer, batch = started(model_path("llama")), micro_batch()
-    trainer._worker.program = replace(trainer._worker.program, logits_at_once=10 * VOCAB)
-    for least in (0, 5, 20, 39):
-        trainer.backward([replace(batch, loss_mask=batch.loss_mask & (batch.position_ids >= least))], OBJECTIVE)
-    assert compilations.count("jit(accumulate)") == 1
+    assert compilations.count("jit(accumulate)") <= 2, "one for each trainer"
 
 
 def test_bf16_trainer_is_close_to_fp32_and_keeps_fp32_weights(model_path, micro_batch):

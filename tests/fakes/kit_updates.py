@@ -35,11 +35,6 @@ def publish(session, data, *, on_update="continue"):
     return version
 
 
-def bytes_of(model, layout):
-    named = dict(model.named_parameters())
-    return torch.cat([named[spec.name].detach().contiguous().view(-1).view(torch.uint8) for spec in layout.parameters])
-
-
 def reference(model, layout, data):
     named = dict(model.named_parameters())
     with torch.no_grad():
@@ -57,15 +52,3 @@ def logprobs_of(model, prompt, tokens):
 
 def choices_of(answers):
     return [choice for answer in answers for choice in ChatCompletion.model_validate(answer.json()).choices]
-
-
-def certain_of(model, layout, token):
-    """Return weights under which `token` follows every context: the embedding is constant, and no layer changes it."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.fill_(0.0 if parameter.ndim == 2 else 1.0)
-            if name.endswith("embed_tokens.weight"):
-                parameter.fill_(1.0)
-            if name == "lm_head.weight":
-                parameter[token] = 1.0
-    return bytes_of(model, layout)

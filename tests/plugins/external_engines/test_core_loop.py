@@ -193,22 +193,7 @@ async def test_busy_time_metric_grows_only_while_the_engine_core_has_samples():
 
 # The thread of the loop ends with an exception in this test.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_requests_fail_immediately_when_the_core_dies_even_if_closing_the_core_takes_long():
-    async with world() as made:
-        made.core.may_close.clear()
-        pending = await made.submitted()
-        made.tell(RuntimeError("the core has died"))
-        with pytest.raises(EngineStopped):
-            await asyncio.wait_for(pending, PATIENCE_S)
-        with pytest.raises(EngineStopped):
-            await made.engine.complete(ChatCompletionRequest(prompt_token_ids=[1]))
-        assert made.engine.health().state is EngineState.STOPPED
-        made.core.may_close.set()
-
-
-# The thread of the loop ends with an exception in this test.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_stopping_the_loop_again_does_not_interrupt_the_closing_of_its_core():
+async def test_requests_fail_immediately_when_the_core_dies_and_stopping_again_does_not_interrupt_its_closing():
     """An interrupted close would leak the core's resources, such as connections."""
     async with world() as made:
         made.core.may_close.clear()
@@ -216,6 +201,9 @@ async def test_stopping_the_loop_again_does_not_interrupt_the_closing_of_its_cor
         made.tell(RuntimeError("the core has died"))
         with pytest.raises(EngineStopped):
             await asyncio.wait_for(pending, PATIENCE_S)  # from here on, the core is being closed
+        with pytest.raises(EngineStopped):
+            await made.engine.complete(ChatCompletionRequest(prompt_token_ids=[1]))
+        assert made.engine.health().state is EngineState.STOPPED
         for _ in range(2):
             assert not await asyncio.to_thread(made.loop.stop, 0.05)
         assert not made.core.is_closed

@@ -408,18 +408,6 @@ async def test_commit_timeout_error_of_a_pull_says_how_many_bytes_were_received(
     assert await setting.abort() is UpdateStatus.ABORTED
 
 
-async def test_abort_request_cancels_a_weight_pull_and_frees_its_buffer(setting):
-    pull = setting.pulls(waits=True)
-    await setting.prepare(**PULL)
-    await setting.has_come(64)
-    assert await setting.abort() is UpdateStatus.ABORTED
-    assert pull.orders[0].given_up.is_set()
-    with pytest.raises(NotPrepared):
-        await setting.commit()
-    await setting.prepare(2, timeout_s=0.3, **PULL)
-    assert await setting.commit(2) is UpdateStatus.COMMITTED
-
-
 @pytest.mark.parametrize("waits", [True, False], ids=["pull in progress", "pull complete"])
 async def test_prepare_request_of_a_later_version_replaces_an_uncommitted_pull(setting, waits):
     """The publisher has given up the earlier version and sends no COMMIT for it; a pull has no group to replace."""
@@ -431,11 +419,6 @@ async def test_prepare_request_of_a_later_version_replaces_an_uncommitted_pull(s
     with pytest.raises(NotPrepared):
         await setting.commit()
     assert await setting.commit(2) is UpdateStatus.COMMITTED
-
-
-async def test_parameter_larger_than_a_bucket_is_received_in_pieces(joined):
-    await joined.update(bucket_bytes=24)
-    assert np.array_equal(joined.target.current, BYTES)
 
 
 async def test_update_of_a_later_trainer_epoch_replaces_an_open_update_and_earlier_epochs_are_rejected(setting):
@@ -468,11 +451,6 @@ async def test_commit_request_of_an_update_fails_if_a_prepare_request_replaces_t
     assert isinstance(committed, NotPrepared) and prepared is UpdateStatus.PREPARED
     assert setting.target.serving() == (0, 0) and not setting.target.current.any()
     assert await setting.commit(2) is UpdateStatus.COMMITTED
-
-
-async def test_receiver_without_pull_transport_rejects_pull_updates(setting):
-    with pytest.raises(InvalidRequest, match="transport pull is not offered"):
-        await setting.prepare(**PULL)
 
 
 @pytest.mark.parametrize("layout", [True, False], ids=["layout", "layout_id"])

@@ -81,20 +81,15 @@ def until_ready(rank0):
     assert any(line == "ready\n" for line in rank0.stdout), "rank 0 ended before both ranks had made a forward pass"
 
 
-def words_after(how, model, directory, *what):
-    """Send the signal `how` to rank 1 once rank 0 is ready; return the rest of rank 0's output."""
-    with pair(model, directory, *what) as (rank0, rank1):
-        until_ready(rank0)
-        rank1.send_signal(how)
-        _, output = ended(rank0, PATIENCE_S)
-    return output
-
-
 @pytest.fixture(scope="module")
 def until_killed(model_path, tmp_path_factory):
     """Return the directory of `jax_rank0.results`, and rank 0's output after rank 1 was killed."""
     directory = tmp_path_factory.mktemp("two")
-    return directory, words_after(signal.SIGKILL, model_path("qwen3"), directory, "results", "wait")
+    with pair(model_path("qwen3"), directory, "results", "wait") as (rank0, rank1):
+        until_ready(rank0)
+        rank1.kill()
+        _, output = ended(rank0, PATIENCE_S)
+    return directory, output
 
 
 @pytest.fixture(scope="module")
@@ -158,13 +153,6 @@ def test_rank_0_error_names_a_killed_rank(until_killed):
     assert "RankError: rank 1 is gone" in until_killed[1]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_rank_0_error_names_a_hanging_rank(model_path, tmp_path):
-    output = words_after(signal.SIGSTOP, model_path("qwen3"), tmp_path, "wait")
-    assert "RankError: rank 1 sent nothing for 5 s" in output
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("how", "sentence"),
@@ -225,12 +213,6 @@ def test_gather_runs_between_the_micro_batches_of_a_backward_call(model_path, mi
 # --- finding one another ------------------------------------------------------------
 
 
-def test_rank_0_error_names_ranks_that_did_not_connect():
-    distributed = Distributed(coordinator=f"127.0.0.1:{free_ports(1)[0]}", processes=3, timeout_s=1)
-    with pytest.raises(SpecError, match=r"rank 1, 2 did not connect to 127.0.0.1:\d+ within 1 s; start `pipelinerl"):
-        lead(distributed, join)
-
-
 def test_rank_1_error_says_that_rank_0_does_not_answer():
     distributed = Distributed(coordinator=f"127.0.0.1:{free_ports(1)[0]}", processes=2, process=1, timeout_s=1)
     with pytest.raises(SpecError, match=r"rank 0 does not answer at 127.0.0.1:\d+ within 1 s"):
@@ -262,7 +244,7 @@ def test_rank_0_still_waits_for_other_ranks_after_it_has_rejected_a_rank(fields,
     with pytest.raises(SpecError, match="rank 0 rejects rank 1: " + sentence):
         join_rank0(Distributed(**common | fields, token_file=str(paths[token])), join)
     waiting.join(PATIENCE_S)
-    assert "rank 1, 2 did not connect" in messages[0]
+    assert "rank 1, 2 did not connect to 127.0.0.1" in messages[0] and "within 5 s; start `pipelinerl" in messages[0]
 
 
 # --- messages ------------------------------------------------------------

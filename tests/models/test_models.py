@@ -1,9 +1,7 @@
 """Model directories, tokenizers and the warm start (supervised training of a small model), on real files."""
 
 import json
-import shutil
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -19,7 +17,6 @@ from pipelinerl.models.tokenizer import ChatTokenizer, decoder_of
 from pipelinerl.plugins.warmstart.tiny_decoder import (
     CHAT_TEMPLATE,
     SPECIAL_TOKENS,
-    DebugSize,
     DecoderShape,
     Demonstrations,
     accuracies,
@@ -74,13 +71,6 @@ def test_saving_a_model_never_overwrites_a_directory(directory):
         save_model(random_decoder(SHAPE), chat_tokenizer(), directory)
 
 
-@pytest.mark.parametrize("lost", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_error_names_the_missing_file_of_a_model_directory(directory, lost):
-    (directory / lost).unlink()
-    with pytest.raises(ModelError, match=lost if lost != "model.safetensors" else "safetensors"):
-        check_directory(directory)
-
-
 def test_error_for_an_unsupported_tokenizer_names_the_command_that_converts_it(directory):
     (directory / "tokenizer.json").rename(directory / "vocab.json")
     with pytest.raises(ModelError, match=r"lacks tokenizer.json, .*AutoTokenizer.from"):
@@ -121,21 +111,6 @@ def test_error_names_a_missing_model_directory(tmp_path):
     for load in (load_model, ChatTokenizer.load):
         with pytest.raises(ModelError, match="nowhere"):
             load(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_damaged_model_file_raises_a_model_error(directory, name):
-    (directory / name).write_bytes(b"\x01\x02 not what it should be")
-    with pytest.raises(ModelError):
-        load_model(directory)
-        ChatTokenizer.load(directory)
-
-
-def test_torch_model_whose_weights_do_not_fit_its_config_is_rejected(directory):
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2, "layer_types": None}))
-    with pytest.raises(ModelError, match="do not fit"):
-        load_model(directory)
 
 
 @pytest.mark.parametrize("declared", sorted(tokenizer._PLAIN_CLASSES))
@@ -211,12 +186,6 @@ def test_weights_of_a_random_decoder_depend_only_on_its_shape_and_seed():
     assert 0.03 < scale < 0.07
 
 
-@pytest.mark.parametrize(("size", "megabytes"), [(DebugSize.MB_3, 3.4), (DebugSize.MB_24, 25)])
-def test_debug_model_sizes_match_their_names(size, megabytes):
-    weights = random_decoder(size)
-    assert sum(p.numel() for p in weights.parameters()) * 4e-6 == pytest.approx(megabytes, rel=0.1)
-
-
 @pytest.mark.parametrize("wrong", [{"heads": 3}, {"heads": 32}, {"kv_heads": 4}])
 def test_impossible_decoder_shapes_are_rejected(wrong):
     with pytest.raises(ValueError, match="expected heads to divide"):
@@ -246,15 +215,6 @@ def test_accuracy_computed_in_one_forward_pass_equals_that_of_token_by_token_gen
     assert sum(greedy for greedy, _ in each) == right
     assert 0 < right < 60
     assert all(0.0 <= sampled <= 1.0 for _, sampled in each)
-
-
-def test_shipped_model_is_smaller_than_1_mb_and_loads(tmp_path):
-    copy = shutil.copytree(SHIPPED, tmp_path / "copy")
-    assert sum(file.stat().st_size for file in copy.iterdir()) < 1_000_000
-    tokenizer = ChatTokenizer.load(copy)
-    model = load_model(copy)
-    assert model.config.vocab_size == tokenizer.vocab_size <= 64
-    assert np.isfinite(sum(float(p.detach().sum()) for p in model.parameters()))
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,10 @@ from pipelinerl.engines.torch.engine import from_options, load_runner
 from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
+from tests.fakes.engine_checks import refuses_alone, samples_across_an_update, spoil, untied
 from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
-from tests.fakes.spoiled_token import refuses_alone, spoil, untied
 from tests.fakes.torch_rows import bytes_of
-from tests.fakes.update_in_flight import samples_across_an_update
 from trainer_contract.types import Device, Kernels, WeightDType
 
 CONTEXT = 128

@@ -28,7 +28,7 @@ from pipelinerl.plugins.jax.decoder import (
     output_embedding,
 )
 from pipelinerl.rng import generator
-from tests.fakes.jax_weights import exported
+from tests.fakes.jax_models import exported
 
 SIZES = {
     "vocab_size": 48,

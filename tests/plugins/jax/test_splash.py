@@ -13,7 +13,7 @@ from pipelinerl.plugins.jax import splash as jax_splash
 from pipelinerl.plugins.jax.decoder import grouped_attention
 from pipelinerl.plugins.jax.splash import block_sizes, causal_kernel, splash_attention
 from pipelinerl.rng import generator
-from tests.fakes.interpreted_splash import interpret
+from tests.fakes.jax_models import interpret
 
 ROW_OF_SEGMENTS = (np.arange(1024) >= 5).astype(np.int32) + (np.arange(1024) >= 130)
 

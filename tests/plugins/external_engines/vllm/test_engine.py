@@ -25,7 +25,6 @@ from inference_contract.schemas import EngineState
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
 from pipelinerl.component import missing_packages
 from pipelinerl.config.recipe import MODELS
-from pipelinerl.engines.batching.sequence import Request
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.worker_endpoint import WorkerEndpointFactory
@@ -43,6 +42,7 @@ from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokeniz
 from pipelinerl.registry import ENGINES
 from tests.fakes.engine_options import engine_options
 from tests.fakes.kit_updates import choices_of, logprobs_of, opened, publish, reference, trainer_of
+from tests.fakes.sample_request import sample_request
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 from trainer_contract.types import HeadPrecision, Kernels
@@ -198,16 +198,7 @@ def test_mixture_of_experts_model_is_rejected_if_vllm_repacks_its_expert_weights
     ("temperature", "refused"), [(0.0, False), (0.0099, True), (0.01, False), (2.0, False), (2.01, True)]
 )
 def test_temperatures_outside_the_range_that_vllm_supports_are_rejected(temperature, refused):
-    request = Request(
-        request_id="r",
-        prompt_token_ids=[1],
-        token_limit=1,
-        temperature=temperature,
-        top_p=1.0,
-        top_k=0,
-        streams=False,
-        stop_ids=frozenset(),
-    )
+    request = sample_request([1], token_limit=1, temperature=temperature)
     with pytest.raises(InvalidRequest, match=r"vLLM samples at .*, got [02]\.0") if refused else nullcontext():
         check_request(request)
 

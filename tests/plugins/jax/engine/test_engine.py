@@ -28,11 +28,10 @@ from pipelinerl.plugins.jax.engine import engine as jax_engine
 from pipelinerl.plugins.jax.engine.program import PromptAttention
 from pipelinerl.plugins.jax.engine.runner import JaxWeights, sample
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
+from tests.fakes.engine_checks import refuses_alone, samples_across_an_update, spoil, untied
 from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
-from tests.fakes.interpreted_splash import interpret
-from tests.fakes.spoiled_token import refuses_alone, spoil, untied
-from tests.fakes.update_in_flight import samples_across_an_update
+from tests.fakes.jax_models import interpret
 from tests.families import zoo
 from trainer_contract.types import Device
 

@@ -9,7 +9,7 @@ from pipelinerl.plugins.jax.trainer import attention as jax_attention, mesh as j
 from pipelinerl.plugins.jax.trainer.attention import PADDING, PackedAttention, Rows
 from pipelinerl.plugins.jax.trainer.mesh import MeshShape
 from pipelinerl.rng import generator
-from tests.fakes.interpreted_splash import interpret
+from tests.fakes.jax_models import interpret
 from tests.plugins.jax.trainer.test_segments import positions_of
 
 

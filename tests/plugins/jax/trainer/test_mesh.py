@@ -8,7 +8,7 @@ from pipelinerl.objective.presets import resolve
 from pipelinerl.plugins.jax.decoder import place_weights
 from pipelinerl.plugins.jax.trainer import program as jax_program
 from pipelinerl.plugins.jax.trainer.trainer import JaxTrainer
-from tests.fakes.jax_weights import exported
+from tests.fakes.jax_models import exported
 from trainer_contract.conformance import Status, run
 from trainer_contract.conformance.probes import TrainerUnderTest
 from trainer_contract.host_weights import copied

@@ -17,7 +17,7 @@ from pipelinerl.plugins.jax.trainer import mesh as jax_mesh, program as jax_prog
 from pipelinerl.plugins.jax.trainer.attention import Rows
 from pipelinerl.plugins.jax.trainer.trainer import JaxTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
-from tests.fakes.jax_weights import exported
+from tests.fakes.jax_models import exported
 from trainer_contract.conformance import Status, run
 from trainer_contract.conformance.probes import TrainerUnderTest
 from trainer_contract.errors import NonFiniteError, SpecError, StateError

@@ -1,4 +1,4 @@
-"""The torch engine as a whole: settings, chat, groups, and an update during decoding."""
+"""The torch engine as a whole: settings, samples that are preempted, and logits that are not finite."""
 
 import asyncio
 from dataclasses import replace
@@ -16,9 +16,8 @@ from pipelinerl.engines.torch.engine import from_options, load_runner
 from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
-from tests.fakes.engine_checks import refuses_alone, samples_across_an_update, spoil, untied
 from tests.fakes.engine_options import engine_options
-from tests.fakes.gated_runner import GatedRunner
+from tests.fakes.spoiled_token import refuses_alone, spoil, untied
 from tests.fakes.torch_rows import bytes_of
 from trainer_contract.types import Device, Kernels, WeightDType
 
@@ -40,23 +39,6 @@ def model_path(tmp_path_factory):
 @pytest.fixture
 def options(model_path):
     return engine_options(model_path=model_path, slots=8, context_length=CONTEXT, device=Device.CPU, threads=1)
-
-
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("on_update", [OnUpdate.CONTINUE, OnUpdate.RECOMPUTE_KV])
-async def test_torch_engine_updates_weights_during_decoding(options, endless, model_path, on_update, early):
-    gates = []
-
-    def load():
-        gates.append(GatedRunner(load_runner(options, starts_early=early)))
-        return gates[0]
-
-    engine = BatchingEngine(options, load=load, tokenizer=endless)
-    await engine.start()
-    await samples_across_an_update(
-        gates[0], engine, model_path, on_update, factor=1.5, tolerance=1e-5, as_bytes=bytes_of, early=early
-    )
-    await engine.close()
 
 
 @pytest.mark.parametrize("early", [False, True])

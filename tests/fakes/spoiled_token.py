@@ -1,0 +1,57 @@
+"""A real checkpoint in which one token has a NaN embedding, and how engines must treat prompts with it."""
+
+import asyncio
+from typing import Final
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from inference_contract.errors import NotFinite
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, EngineState
+from inference_contract.weights import OnUpdate
+from tests.patience import PATIENCE_S
+
+#: Id of the token whose embedding is NaN.
+SPOILED: Final = 8
+
+
+def untied(source, target):
+    """Write the model in `source` to `target`, with an output layer that does not share the embedding."""
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(target)
+
+
+async def spoil(engine, path, as_bytes):
+    """Update an engine of the `untied` model to weights with a NaN embedding for `SPOILED`.
+
+    With these weights, exactly the positions that attend to that token become NaN. They are sent as an update, because
+    the engine would not load a model directory with NaN.
+    """
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[SPOILED] = torch.nan
+    engine.staging()[:] = as_bytes(model)
+    await asyncio.to_thread(engine.finish_staging)
+    await engine.commit(version=1, epoch=0, on_update=OnUpdate.CONTINUE)
+
+
+async def refuses_alone(engine):
+    """Assert that prompts with `SPOILED` are rejected, and other prompts unaffected, also later in the same slot."""
+
+    def ask(*prompt):
+        return ChatCompletionRequest(prompt_token_ids=[*prompt], max_tokens=8, seed=1, return_token_ids=True)
+
+    healthy, spoiled = [ask(9, 10), ask(11, 12)], ask(9, SPOILED, 10, 11, 12, 13, 14)
+    async with asyncio.timeout(PATIENCE_S):
+        expected = [(await engine.complete(each)).choices for each in healthy]
+        for _ in range(2):
+            requests = [spoiled, *healthy, *healthy]
+            refusal, *answers = await asyncio.gather(*map(engine.complete, requests), return_exceptions=True)
+            assert isinstance(refusal, NotFinite) and "after a prompt of 7 tokens" in str(refusal), refusal
+            choices = [answer.choices if isinstance(answer, ChatCompletion) else answer for answer in answers]
+            for before, after in zip(expected * 2, choices, strict=True):
+                assert not isinstance(after, BaseException), after
+                assert [choice.token_ids for choice in after] == [choice.token_ids for choice in before]
+    assert engine.health().state is EngineState.READY

@@ -2,7 +2,6 @@
 
 import asyncio
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -84,48 +83,6 @@ def test_kv_cache_holds_at_least_one_sequence_and_at_most_its_budget(options):
     assert load_runner(options, cache_bytes=one).cache_bytes == one
     with pytest.raises(ModelError, match=f"a sequence of {CONTEXT} tokens needs {one} bytes of cache"):
         load_runner(options, cache_bytes=one - 1)
-
-
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("on_update", OnUpdate)
-async def test_engine_that_preempts_samples_for_lack_of_cache_samples_the_same_tokens(
-    options, endless, model_path, on_update, early
-):
-    """The cache of eight rows holds only two full contexts, so samples are preempted and continued.
-
-    With `early`, the engine also starts each step that it can before it has the tokens of the step before it.
-    """
-    same = bytes_of(AutoModelForCausalLM.from_pretrained(model_path))
-    requests = [
-        ChatCompletionRequest(
-            prompt_token_ids=[1 + place] * 20, max_tokens=length, n=2, seed=place, return_token_ids=True
-        )
-        for place, length in enumerate((100, 90, 80, 8, 70, 8))
-    ]
-
-    async def answers(cache_bytes, *, early=False):
-        load = partial(load_runner, options, cache_bytes=cache_bytes, starts_early=early)
-        engine = BatchingEngine(options, load=load, tokenizer=endless)
-        await engine.start()
-        tasks = [asyncio.create_task(engine.complete(request)) for request in requests]
-        while engine.metrics().generated_tokens_total < 150:
-            await asyncio.sleep(0.001)
-        engine.staging()[:] = same
-        await engine.commit(version=1, epoch=1, on_update=on_update)
-        done = await asyncio.gather(*tasks)
-        metrics = engine.metrics()
-        await engine.close()
-        return [choice for answer in done for choice in answer.choices], metrics
-
-    (whole, _) = await answers(None)
-    (few, metrics) = await answers(load_runner(options).cache_bytes // 4, early=early)
-    assert metrics.preemptions_total > 0 and metrics.cache_used_share == 0.0
-    for one, other in zip(whole, few, strict=True):
-        tokens, others = one.token_ids or [], other.token_ids or []
-        shared = min(len(tokens), len(others)) if on_update is OnUpdate.ABORT else None
-        assert tokens[:shared] == others[:shared]
-        assert (one.token_logprobs or [])[:shared] == pytest.approx((other.token_logprobs or [])[:shared], abs=1e-5)
-        assert sum(count for _, count in other.version_spans or []) == len(others)
 
 
 def test_gpu_memory_share_has_no_effect_on_cpu(options):

@@ -55,9 +55,8 @@ def models(tmp_path_factory):
 
 def _load(path, drafted=4, **named):
     settings = {"slots": 6, "context_length": CONTEXT, "device": Device.CPU, "threads": 1, **named}
-    cache_bytes = settings.pop("cache_bytes", None)
-    options = engine_options(model_path=path, options={"speculate": drafted}, **settings)
-    return load_runner(options, cache_bytes=cache_bytes)
+    how = {name: settings.pop(name) for name in ("cache_bytes", "starts_early") if name in settings}
+    return load_runner(engine_options(model_path=path, options={"speculate": drafted}, **settings), **how)
 
 
 async def _answers(path, endless, drafted, *, requests=REQUESTS, on_update=None, **named):
@@ -102,12 +101,18 @@ async def test_requests_of_every_kind_get_the_tokens_of_plain_decoding(models, e
     assert metrics.decode_steps_total < 0.85 * one_by_one.decode_steps_total
 
 
+@pytest.mark.parametrize(
+    ("drafts", "early"), [(4, False), (0, False), (0, True)], ids=["drafts", "one by one", "steps start early"]
+)
 @pytest.mark.parametrize("on_update", OnUpdate)
-async def test_updates_and_preemption_leave_tokens_and_their_versions_as_they_are(models, endless, on_update):
+async def test_updates_and_preemption_leave_tokens_and_their_versions_as_they_are(
+    models, endless, on_update, drafts, early
+):
     """The cache holds two full contexts, so samples are preempted, and an update arrives in the middle."""
     plain, _ = await _answers(models / "llama", endless, 0)
-    room = _load(models / "llama").cache_bytes // 3
-    drafted, metrics = await _answers(models / "llama", endless, 4, on_update=on_update, cache_bytes=room)
+    how = {"cache_bytes": _load(models / "llama").cache_bytes // 3, "starts_early": early}
+    drafted, metrics = await _answers(models / "llama", endless, drafts, on_update=on_update, **how)
+    assert metrics.cache_used_share == 0.0
     assert metrics.preemptions_total > 0 or on_update is OnUpdate.ABORT  # which may empty the cache before
     for one, other in zip(plain, drafted, strict=True):
         count = len(other.token_ids)

@@ -55,20 +55,6 @@ async def _steps(engine, gate, count):
     await _until(lambda: gate.waiting or engine.metrics().running_sequences + engine.metrics().waiting_sequences == 0)
 
 
-def _logprobs_by(tables, prompt, choice):
-    versions = [version for version, count in choice.version_spans or [] for _ in range(count)]
-    before = [prompt[-1], *(choice.token_ids or [])[:-1]]
-    expected = []
-    for version, previous, token in zip(versions, before, choice.token_ids or [], strict=True):
-        logits = tables[version][previous].astype(np.float64)
-        expected.append(float(logits[token] - np.logaddexp.reduce(logits)))
-    return expected
-
-
-def _table(gate):
-    return BigramModel.random(gate.vocab_size, seed=1).logits
-
-
 # --- one request -------------------------------------------------------------------------------------------------
 
 
@@ -82,13 +68,6 @@ async def alternating(tokenizer):
     await built.start()
     yield built
     await built.close()
-
-
-async def test_end_of_turn_token_is_returned_but_adds_no_text(alternating, tokenizer):
-    (choice,) = (await alternating.complete(_ask(7))).choices
-    (end,) = tokenizer.eos_token_ids
-    assert (choice.token_ids, choice.finish_reason) == ([8, end], FinishReason.STOP)
-    assert choice.message.content == tokenizer.decode([8])
 
 
 async def test_ignore_eos_makes_samples_continue_after_end_tokens_and_allows_end_tokens_in_prefixes(
@@ -231,24 +210,6 @@ async def _updated(engine, gate, on_update, version=1):
     await commit
 
 
-async def test_version_spans_name_the_weights_that_sampled_each_token(engine, gate):
-    """Each log-prob shows which weights sampled its token, so a version span that is one token too long is detected."""
-    tables = {0: _table(gate)}
-    task = await _started(engine, gate, _ask(7, n=3, max_tokens=12))
-    await _steps(engine, gate, 3)
-    for version in (1, 5):
-        tables[version] = BigramModel.random(gate.vocab_size, seed=version).logits
-        commit = await _commit(engine, OnUpdate.CONTINUE, version)
-        await _steps(engine, gate, 2)  # one step with the old weights already waited when the commit came
-        assert await commit >= 0.0
-    gate.open()
-    answer = await task
-    for choice in answer.choices:
-        assert choice.version_spans == [(0, 4), (1, 2), (5, 6)]
-        assert choice.token_logprobs == pytest.approx(_logprobs_by(tables, [7], choice), abs=1e-9)
-    assert (answer.model_version, answer.epoch, engine.serving()) == (5, 0, (0, 5))
-
-
 async def test_update_in_continue_mode_keeps_the_kv_cache_and_update_in_recompute_kv_mode_rebuilds_it(engine, gate):
     task = await _started(engine, gate, _ask(7, 8, 9, n=2, max_tokens=12))
     await _steps(engine, gate, 1)
@@ -309,22 +270,6 @@ async def test_sample_that_starts_after_an_update_does_not_reuse_the_prompt_cach
     choices = (await long).choices
     assert [choice.version_spans for choice in choices] == [[(0, 1), (1, 8)]] * 2 + [[(1, 9)]] * 2
     await asyncio.gather(*shorts)
-
-
-async def test_samples_aborted_by_an_update_return_the_tokens_sampled_so_far(engine, gate):
-    running = await _started(engine, gate, _ask(7, n=4, max_tokens=12))
-    waiting = await _submitted(engine, _ask(8, max_tokens=2))
-    await _steps(engine, gate, 2)
-    commit = await _commit(engine, OnUpdate.ABORT)
-    gate.open()
-    await commit
-    aborted = await running
-    assert {choice.finish_reason for choice in aborted.choices} == {FinishReason.ABORT}
-    assert {len(choice.token_ids or []) for choice in aborted.choices} == {3}
-    assert {tuple(choice.version_spans or []) for choice in aborted.choices} == {((0, 3),)}
-    assert (await waiting).choices[0].version_spans == [(1, 2)]
-    metrics = engine.metrics()
-    assert (metrics.aborted_sequences_total, metrics.finished_sequences_total) == (4, 1)
 
 
 async def test_update_in_drain_mode_waits_for_running_samples(engine, gate):

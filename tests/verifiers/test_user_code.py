@@ -1,6 +1,5 @@
 """Users' reward functions: every accepted form, and every kind of failure; a failure never counts as reward 0."""
 
-import os
 import time
 from pathlib import Path
 
@@ -97,18 +96,9 @@ async def test_reward_function_may_return_a_bool_a_number_or_a_verdict():
     assert results[4] == Verdict(outcome=Outcome.WRONG, reward=0.125, reason="so", answer="a")
 
 
-async def test_failure_of_a_reward_function_affects_only_its_own_answer():
-    results = await verdicts("whatever", "raise", "one", "exit", "die", "print", "memory", "one")
-    error, right = "verifier_error", "correct"
-    assert [v.outcome.value for v in results] == [error, right, error, error, right, error, right]
-    assert results[0].reason.endswith("KeyError: 'nothing'") and f"{REWARDS}:" in results[0].reason
-    assert results[2].reason.endswith("SystemExit: enough")
-    assert "the verifier's process was killed by SIGKILL" in results[3].reason
-    assert "MemoryError" in results[5].reason
-
-
-async def test_end_of_a_reward_functions_process_is_reported_with_its_cause():
+async def test_failure_of_a_reward_function_affects_only_its_own_answer_and_names_its_cause():
     causes = {
+        "raise": "ConnectionError: away",
         "exit": "SystemExit: 7",
         "own": "OwnError: mine",
         "generator": "GeneratorExit",
@@ -120,8 +110,10 @@ async def test_end_of_a_reward_functions_process_is_reported_with_its_cause():
         "abort": "was killed by SIGABRT",
         "closes": "the verifier's process ended with status 1",
     }
-    results = await verdicts("ends", *causes, "forks", "fine")
-    assert [verdict.outcome for verdict in results] == [Outcome.VERIFIER_ERROR] * len(causes) + [Outcome.CORRECT] * 2
+    right = ("print", "forks", "fine")
+    results = await verdicts("ends", *causes, *right)
+    assert [verdict.outcome for verdict in results] == [Outcome.VERIFIER_ERROR] * len(causes) + [Outcome.CORRECT] * 3
+    assert f"{REWARDS}:" in results[0].reason
     for cause, verdict in zip(causes.values(), results, strict=False):
         assert cause in verdict.reason
 
@@ -140,13 +132,6 @@ async def test_reward_function_that_hangs_times_out_without_delaying_other_answe
     assert in_short(results) == [("timeout", 0.0), ("timeout", 0.0), ("correct", 1.0)]
     assert results[0].reason == "no judgement within 1 s"
     assert time.monotonic() - began < PATIENCE_S
-
-
-async def test_child_processes_of_a_killed_reward_function_are_killed_too(tmp_path, monkeypatch):
-    monkeypatch.setenv("CHILD_FILE", str(tmp_path / "pid"))
-    assert in_short(await verdicts("whatever", "child", verifier_timeout_s=1.0)) == [("timeout", 0.0)]
-    child = int((tmp_path / "pid").read_text())
-    wait_until(lambda: not is_running(child), "the child has ended")
 
 
 async def test_users_class_can_be_a_verifier_and_its_exceptions_give_verifier_errors():
@@ -199,10 +184,3 @@ async def test_reward_function_that_cannot_be_loaded_is_reported_in_one_sentence
     with pytest.raises(RecipeError, match=sentence) as raised:
         open_verifier(DomainSection(name="d", source="addition", verifier=f"{file}:score"))
     assert "\n" not in str(raised.value)
-
-
-async def test_opening_the_verifier_of_a_domain_starts_no_thread():
-    before = set(os.listdir("/proc/self/task"))
-    verifier = open_verifier(DomainSection(name="d", source="addition"))
-    assert set(os.listdir("/proc/self/task")) == before
-    await verifier.close()

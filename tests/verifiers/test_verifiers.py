@@ -13,7 +13,7 @@ from pipelinerl.data.problems import Split, open_source
 from pipelinerl.system import gym_tasks
 from pipelinerl.types import Message, Outcome, Problem
 from pipelinerl.verifiers import reasoning_gym
-from pipelinerl.verifiers.reasoning_gym import UNSAFE_TASKS, ReasoningGym, extract_answer
+from pipelinerl.verifiers.reasoning_gym import UNSAFE_TASKS, ReasoningGym
 from pipelinerl.verifiers.verifier import PerAnswerVerifier, SampledAnswer
 from tests.patience import PATIENCE_S
 
@@ -28,35 +28,20 @@ def spelling(index=0):
     return open_source("reasoning_gym:spell_backward", domain="d", split=Split.TRAIN, seed=0).problem(index)
 
 
-async def test_reasoning_gym_verifier_rewards_only_answers_with_the_full_score():
-    verifier, given = ReasoningGym(), spelling()
-    verdicts = [await verifier.verify(given, text) for text in (given.ground_truth, given.ground_truth[:-1], "", "x<")]
-    assert [v.outcome for v in verdicts] == [Outcome.CORRECT, Outcome.WRONG, Outcome.WRONG, Outcome.WRONG]
-    assert [v.reward for v in verdicts] == [1.0, 0.0, 0.0, 0.0]
-
-
-async def test_reasoning_gym_verifier_judges_each_answer_by_the_solution_of_its_own_problem():
-    verifier = ReasoningGym()
-    problems = [spelling(i) for i in range(20)]
-    for given, other in zip(problems, problems[1:] + problems[:1], strict=True):
-        assert (await verifier.verify(given, given.ground_truth)).outcome is Outcome.CORRECT
-        assert (await verifier.verify(other, given.ground_truth)).outcome is Outcome.WRONG
-
-
-async def test_reasoning_gym_verifier_loads_the_scorer_of_a_task_once_for_all_answers(monkeypatch):
+async def test_reasoning_gym_verifier_accepts_only_the_full_score_of_each_problems_own_solution(monkeypatch):
     made, create = [], gym_tasks.create_dataset
     monkeypatch.setattr(gym_tasks, "create_dataset", lambda task, **given: made.append(task) or create(task, **given))
     verifier, problems = ReasoningGym(), [spelling(i) for i in range(20)]
     made.clear()
-    verdicts = await asyncio.gather(*(verifier.verify(given, given.ground_truth) for given in problems))
-    assert [verdict.outcome for verdict in verdicts] == [Outcome.CORRECT] * 20 and made == ["spell_backward"]
-
-
-async def test_reasoning_gym_verifier_reads_the_answer_between_the_last_answer_tags():
-    given = spelling()
-    text = f"<answer>no</answer> I mean <answer> {given.ground_truth} </answer>."
-    assert (await ReasoningGym().verify(given, text)).outcome is Outcome.CORRECT
-    assert extract_answer("plain") == "plain"
+    right = await asyncio.gather(*(verifier.verify(given, given.ground_truth) for given in problems))
+    assert {(verdict.outcome, verdict.reward) for verdict in right} == {(Outcome.CORRECT, 1.0)}
+    assert made == ["spell_backward"], "the scorer is loaded once"
+    truth = problems[0].ground_truth
+    for wrong in (problems[1].ground_truth, truth[:-1], "", "x<"):
+        verdict = await verifier.verify(problems[0], wrong)
+        assert (verdict.outcome, verdict.reward) == (Outcome.WRONG, 0.0)
+    tagged = f"<answer>no</answer> I mean <answer> {truth} </answer>."
+    assert (await verifier.verify(problems[0], tagged)).outcome is Outcome.CORRECT
 
 
 async def test_reasoning_gym_problem_that_cannot_be_scored_gives_a_verifier_error():

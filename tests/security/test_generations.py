@@ -23,7 +23,6 @@ from inference_contract.weights import (
     UpdateStatus,
 )
 from pipelinerl.engines.http.client import EngineClient
-from pipelinerl.errors import UpdateError
 from pipelinerl.plugins.parameter_server.version_table import VersionTable
 from pipelinerl.weights.broadcast.publisher import BroadcastPublisher
 from tests.engines.weights.test_weight_receiver import LAYOUT, Setting
@@ -130,20 +129,6 @@ async def test_trainer_forms_a_weight_group_with_a_generation_above_the_huge_one
                 assert report.failed == {} and (await client.health(url)).model_version == 1
             finally:
                 await publisher.close()
-
-
-async def test_trainer_of_an_earlier_epoch_cannot_form_a_weight_group_with_an_engine_of_a_later_epoch(setting):
-    with in_thread(engine()) as url:
-        async with EngineClient() as client:
-            later, former = (BroadcastPublisher(client, bucket_bytes=128) for _ in range(2))
-            try:
-                await later.publish(publication(1, [url], epoch=2))
-                with pytest.raises(UpdateError, match="generation must be above"):
-                    await former.publish(publication(5, [url], epoch=1))
-                await later.publish(publication(2, [url], epoch=2))
-            finally:
-                await later.close()
-                await former.close()
 
 
 def test_error_response_for_a_stale_group_generation_contains_the_engines_generation_and_epoch():

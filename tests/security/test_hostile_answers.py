@@ -1,6 +1,5 @@
 """Answers that try to break, stall or deceive a verifier get a verdict in time; a verifier's failure is not a score."""
 
-import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
@@ -78,36 +77,3 @@ async def test_reasoning_gym_verifier_judges_hostile_answers_as_wrong(count):
         judgements = await judged(verifier, source.problem(0), [f"\x7f{text}" for text in hostile_texts(count)])
     assert_no_failure_is_a_zero(judgements)
     assert {judgement.verdict.outcome for judgement in judgements} == {Outcome.WRONG}
-
-
-@pytest.mark.parametrize("count", COUNTS)
-async def test_failure_of_a_users_reward_function_affects_only_the_answer_on_which_it_failed(count, tmp_path):
-    file = tmp_path / "r.py"
-    file.write_text(
-        "def score(completion, answer):\n"
-        "    if 'import' in completion or '\\ud800' in completion: raise RuntimeError(completion)\n"
-        "    if '9^' in completion: return 9**9**9**9\n"
-        "    return len(completion) - len(completion)\n"
-    )
-    async with judging(verifier=f"{file}:score") as verifier:
-        await verifier.judge(PROBLEM, [SampledAnswer("")])
-        judgements = await judged(verifier, PROBLEM, hostile_texts(count))
-    assert_no_failure_is_a_zero(judgements)
-    outcomes = [judgement.verdict.outcome for judgement in judgements]
-    assert {outcome for number, outcome in enumerate(outcomes) if number % 20 == 5} == {Outcome.TIMEOUT}
-    assert {outcome for number, outcome in enumerate(outcomes) if number % 20 in (14, 17)} == {Outcome.VERIFIER_ERROR}
-    assert outcomes.count(Outcome.WRONG) == count * 17 // 20
-
-
-async def test_group_of_answers_is_verified_while_another_groups_hostile_answers_stall_the_verifier():
-    other = Problem(problem_id="d:2", domain="d", messages=PROBLEM.messages, ground_truth="x+2")
-    async with judging(verifier_timeout_s=PATIENCE_S) as verifier:
-        await verifier.judge(PROBLEM, [SampledAnswer("\\boxed{1+x}")] * GROUP)
-        endless = [text for number, text in enumerate(hostile_texts(40)) if number % 20 in ENDLESS]
-        hostile = asyncio.create_task(judged(verifier, PROBLEM, endless))
-        await asyncio.sleep(0)
-        judgements = await judged(verifier, other, ["\\boxed{2+x}"] * GROUP)
-        assert not hostile.done(), "it has waited for a deadline"
-        hostile.cancel()
-        await asyncio.wait([hostile])
-    assert {judgement.verdict.outcome for judgement in judgements} == {Outcome.CORRECT}

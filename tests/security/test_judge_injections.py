@@ -144,10 +144,3 @@ def test_control_tokens_in_a_quoted_answer_become_plain_text():
         assert token not in Quotation({"answer": f"a{token}b"}, most_chars=100).blocks["answer"]
     for plain in ("a < b | c", "x[0]", "<b>bold</b>", "<span>", "f(<T>)"):
         assert plain in Quotation({"answer": plain}, most_chars=100).blocks["answer"]
-
-
-def test_judge_prompt_of_each_default_rubric_contains_the_answer_exactly_once():
-    for name in RUBRICS:
-        section = JudgeSection(url="http://127.0.0.1:1", rubric=name)
-        (_, user) = prompt_of(section, problem_of(), "xyzzy")
-        assert user.content.count("xyzzy") == 1 and "from 1 to 10" in user.content

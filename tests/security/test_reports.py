@@ -55,6 +55,7 @@ def account(**fields):
         account(trained=4, frontier=2, beyond=[5, 5]),
         account(frontier=1, beyond=[-1]),
         account(trained=2**60, frontier=2**60),
+        account(trained=1, beyond=[2**62]),
         StepDone(report_id="e7-step-9", epoch=7, model_version=9, consumed=ConsumedReport(), stats={}),
         StepDone(report_id="e1-step-9", epoch=1, model_version=2**50, consumed=ConsumedReport(), stats={}),
         TrainerReady(report_id="r", incarnation="r", model_version=0, consumed=ConsumedReport(), claimed=2**40),

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipelinerl.controller.routes import VerifierLease
+from pipelinerl.plugins.oubliette.section import OublietteSection
 from pipelinerl.plugins.oubliette.verifier import Oubliette
 from pipelinerl.plugins.verifier_service.server import VerdictCache, VerifierService, create_app
 from pipelinerl.plugins.verifier_service.wire import ServedDomain
@@ -31,7 +32,7 @@ def echoed(completion: str, answer: str) -> float:
 def verifier(domain: str) -> GroupVerifier:
     """Return a verifier: `words` runs a function in worker processes, `code` runs programs in a sandbox."""
     if domain == "code":
-        return PerAnswerVerifier(Oubliette(deadline_s=PATIENCE_S, workers=2))
+        return PerAnswerVerifier(Oubliette(OublietteSection(), deadline_s=PATIENCE_S, workers=2))
     reference = f"{__file__}:echoed"
     reward = RewardFunction.of_callable(echoed)
     return PooledReward(reference, reward, correct_at=1.0, deadline_s=PATIENCE_S, workers=2)

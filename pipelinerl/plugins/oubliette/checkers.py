@@ -94,7 +94,15 @@ class CustomChecker:
         if result.ending is not Ending.EXITED:
             raise CheckerFailed(f"the problem's checker {result.describe()}")
         if self.protocol is Protocol.TESTLIB:
-            return _of_testlib(result, in_python=self.language == "python")
+            raised = self.language == "python" and result.code == 1 and _RAISED in result.stderr
+            if result.code == 0:
+                return 1.0
+            if result.code in _WRONG_BY_TESTLIB and not raised:
+                return 0.0
+            points = _POINTS.search(result.stderr)
+            if result.code == _POINTS_BY_TESTLIB and points is not None:
+                return min(1.0, float(points[1]))
+            raise CheckerFailed(f"the problem's checker failed: {result.describe()}")
         match = _NUMBER.fullmatch(result.stdout.decode("utf-8", "replace").strip())
         if result.code != 0 or match is None or not 0 <= float(match[0]) <= 1:
             raise CheckerFailed(
@@ -111,19 +119,6 @@ _POINTS: Final = re.compile(rb"(?:partially correct|points)\D{0,20}([0-9]{1,9}(?
 _RAISED: Final = b"Traceback (most recent call last):"
 _WRONG_BY_TESTLIB: Final = (1, 2, 4, 8)
 _POINTS_BY_TESTLIB: Final = 7
-
-
-def _of_testlib(result: ProgramResult, *, in_python: bool) -> float:
-    if in_python and result.code == 1 and _RAISED in result.stderr:
-        raise CheckerFailed(f"the problem's checker failed: {result.describe()}")
-    if result.code == 0:
-        return 1.0
-    if result.code in _WRONG_BY_TESTLIB:
-        return 0.0
-    match = _POINTS.search(result.stderr)
-    if result.code == _POINTS_BY_TESTLIB and match is not None:
-        return min(1.0, float(match[1]))
-    raise CheckerFailed(f"the problem's checker failed: {result.describe()}")
 
 
 def same(output: bytes, answer: bytes, checker: Checker, tolerance: float) -> bool:

@@ -70,14 +70,23 @@ class CodeProblem:
             raise TestsMalformed("the problem is interactive; only standard input and output can be tested")
         if metadata.get("input_mode", "stdio") not in (None, "stdio"):
             raise TestsMalformed(f"input_mode must be stdio, got {_shown(metadata['input_mode'])}")
-        tests = tuple(_tests(metadata)) or tuple(_of_ground_truth(problem.ground_truth))
+        tests: list[CodeTest] = []
+        for field in TEST_FIELDS:
+            value = metadata.get(field)
+            if field == "generated_tests" and isinstance(value, int):
+                # In open-r1/codeforces, this field is only the number of tests, which are stored elsewhere.
+                continue
+            if value:
+                tests += _tests(field, value)
+        if not tests and problem.ground_truth.lstrip()[:1] in ("[", "{"):
+            tests += _tests("the answer", problem.ground_truth)
         if not tests:
             raise TestsMalformed(
                 f"{problem.problem_id} has no tests: its metadata must have one of {', '.join(TEST_FIELDS)}, it has "
                 f"{', '.join(metadata) or 'nothing'}; name the field in metadata_fields"
             )
         return cls(
-            tests=tests,
+            tests=tuple(tests),
             time_limit_s=_seconds(metadata.get("time_limit")),
             memory_bytes=_memory(metadata),
             checker=_checker(metadata),
@@ -154,7 +163,6 @@ def _dedented(line: str, indent: int, quotes: int) -> str:
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
-
 #: Metadata fields that may hold tests.
 TEST_FIELDS: Final = (
     "tests", "test_cases", "official_tests", "public_tests", "private_tests", "generated_tests", "input_output",
@@ -164,21 +172,6 @@ TEST_FIELDS: Final = (
 _STDIN: Final = (None, "stdin", "stdin_stdout", "stdio", "")
 #: Largest number of characters of unpacked tests.
 _MOST_UNPACKED: Final = 1 << 30
-
-
-def _tests(metadata: Mapping[str, Any]) -> Iterator[CodeTest]:
-    for field in TEST_FIELDS:
-        value = metadata.get(field)
-        if field == "generated_tests" and isinstance(value, int):
-            # In open-r1/codeforces, this field is only the number of tests, which are stored elsewhere.
-            continue
-        if value:
-            yield from _read(field, _parsed(field, value))
-
-
-def _of_ground_truth(text: str) -> Iterator[CodeTest]:
-    if text.lstrip()[:1] in ("[", "{"):
-        yield from _read("the answer", _parsed("the answer", text))
 
 
 def _parsed(field: str, value: Any) -> Any:
@@ -211,31 +204,23 @@ def _unpacked(value: str) -> str:
     return str(texts[0])
 
 
-def _read(field: str, value: Any) -> Iterator[CodeTest]:
-    if isinstance(value, Mapping):
-        for inner in ("test_cases", "tests"):
-            if value.get(inner):
-                yield from _read(f"{field}.{inner}", _parsed(f"{field}.{inner}", value[inner]))
-                return
-        yield from _columns(field, value)
-    else:
-        yield from _pairs(field, value)
-
-
-def _pairs(field: str, value: Any) -> Iterator[CodeTest]:
-    if not isinstance(value, list | tuple):
-        raise TestsMalformed(f"{field} must be a list of objects with input and output, got {_shown(value)}")
-    for number, each in enumerate(value):
-        if not isinstance(each, Mapping) or not {"input", "output"} <= each.keys():
-            raise TestsMalformed(f"{field}[{number}] must have input and output, got {_shown(each)}")
-        if each.get("testtype", each.get("type")) not in _STDIN or each.get("fn_name"):
-            raise TestsMalformed(f"{field}[{number}] calls a function; only standard input and output can be tested")
-        yield CodeTest(
-            _content(f"{field}[{number}].input", each["input"]), _content(f"{field}[{number}].output", each["output"])
-        )
-
-
-def _columns(field: str, value: Mapping[str, Any]) -> Iterator[CodeTest]:
+def _tests(field: str, value: Any) -> Iterator[CodeTest]:
+    value = _parsed(field, value)
+    if not isinstance(value, Mapping):
+        if not isinstance(value, list | tuple):
+            raise TestsMalformed(f"{field} must be a list of objects with input and output, got {_shown(value)}")
+        for number, each in enumerate(value):
+            where = f"{field}[{number}]"
+            if not isinstance(each, Mapping) or not {"input", "output"} <= each.keys():
+                raise TestsMalformed(f"{where} must have input and output, got {_shown(each)}")
+            if each.get("testtype", each.get("type")) not in _STDIN or each.get("fn_name"):
+                raise TestsMalformed(f"{where} calls a function; only standard input and output can be tested")
+            yield CodeTest(_content(f"{where}.input", each["input"]), _content(f"{where}.output", each["output"]))
+        return
+    for inner in ("test_cases", "tests"):
+        if value.get(inner):
+            yield from _tests(f"{field}.{inner}", value[inner])
+            return
     if value.get("fn_name"):
         raise TestsMalformed(
             f"{field} calls the function {value['fn_name']}; only standard input and output can be tested"

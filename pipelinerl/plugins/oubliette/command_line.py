@@ -40,7 +40,12 @@ def probe_(
     from pipelinerl.plugins.oubliette.sandbox import isolation_of
 
     for each in Tier:
-        typer.echo(f"{each:<10} {_availability(each)}")
+        availability = "withstands the attacks that are tried at each start"
+        try:
+            probe.opened(each, at_once=1).close()
+        except SandboxMissing as error:
+            availability = f"unavailable: {error}"
+        typer.echo(f"{each:<10} {availability}")
     groups = control_groups.available()
     description = f"none: {groups}" if isinstance(groups, str) else f"version {groups.version}, one for each slot"
     typer.echo(f"{'groups':<10} {description}")
@@ -190,13 +195,3 @@ def serve_(
             serve(create_app(service, token=token), listener)
         finally:
             asyncio.run(service.close())
-
-
-def _availability(tier: Tier) -> str:
-    from pipelinerl.plugins.oubliette import probe
-
-    try:
-        probe.opened(tier, at_once=1).close()
-    except SandboxMissing as error:
-        return f"unavailable: {error}"
-    return "withstands the attacks that are tried at each start"

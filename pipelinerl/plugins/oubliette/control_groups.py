@@ -20,13 +20,15 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Final
 
 _NAME: Final = "oubliette"
 _NUMBERS: Final = itertools.count()
+#: A group's share of the processors when they are contended, in units of version 1's `cpu.shares`.
+FULL_WEIGHT: Final = 1024
+LOW_WEIGHT: Final = 256
 _REMOVED_WITHIN_S: Final = 10.0
 _END_S: Final = 5.0
 #: Shell script with the arguments: number of groups, groups, command. It enters the groups and becomes the command.
@@ -38,13 +40,6 @@ _JANITOR: Final = (
     'for place in "$@"; do for group in "$place/$name"-*; do [ -d "$group" ] || continue; '
     'rmdir "$group" 2> /dev/null || left=1; done; done; [ "$left" ] || exit 0; n=$((n+1)); sleep 0.1; done'
 )
-
-
-class Weight(Enum):
-    """A group's share of the processors when they are contended, in units of version 1's `cpu.shares`."""
-
-    FULL = 1024
-    BEHIND_OTHERS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +122,12 @@ class ControlGroup:
         self._shares = None if where.shares is None else where.shares / name
         self._groups = tuple(place / name for place in where.places)
         self._limit = 0
-        self._weight = Weight.FULL
-        _sweep(where.places)
+        self._weight = FULL_WEIGHT
+        for place in where.places:  # remove groups left behind by processes whose janitors were also killed
+            for group in place.glob(f"{_NAME}-*-*"):
+                if not Path("/proc", group.name.split("-")[1]).exists():
+                    with contextlib.suppress(OSError):
+                        group.rmdir()
         _start_janitor(where.places)
         try:
             for group in self._groups:
@@ -150,11 +149,11 @@ class ControlGroup:
         (self._memory / name).write_text(str(memory_bytes))
         self._limit = memory_bytes
 
-    def weigh(self, weight: Weight) -> None:
+    def weigh(self, weight: int) -> None:
         """Set the group's share of the processors, if the hierarchy supports it."""
-        if self._shares is None or weight is self._weight:
+        if self._shares is None or weight == self._weight:
             return
-        name, value = ("cpu.shares", weight.value) if self._version == 1 else ("cpu.weight", weight.value * 100 // 1024)
+        name, value = ("cpu.shares", weight) if self._version == 1 else ("cpu.weight", weight * 100 // FULL_WEIGHT)
         with contextlib.suppress(OSError):  # fails if the cpu controller is not delegated
             (self._shares / name).write_text(str(value))
         self._weight = weight
@@ -205,15 +204,6 @@ def _kill(group: Path) -> None:
         for pid in (group / "cgroup.procs").read_text().split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
-
-
-def _sweep(places: Sequence[Path]) -> None:
-    """Remove groups left behind by processes whose janitors were also killed."""
-    for place in places:
-        for group in place.glob(f"{_NAME}-*-*"):
-            if not Path("/proc", group.name.split("-")[1]).exists():
-                with contextlib.suppress(OSError):
-                    group.rmdir()
 
 
 # --- the janitor ------------------------------------------------------------------------------------------------------

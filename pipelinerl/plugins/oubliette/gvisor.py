@@ -30,12 +30,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from pipelinerl.plugins.oubliette import bubblewrap, control_groups, syscall_filter, toolchains
-from pipelinerl.plugins.oubliette.control_groups import ControlGroup, Hierarchies, Weight
-from pipelinerl.plugins.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, Tier
+from pipelinerl.plugins.oubliette.control_groups import ControlGroup
+from pipelinerl.plugins.oubliette.runs import ENVIRONMENT, Ending, Limits, ProgramResult, Run, SandboxLost, Tier
+from pipelinerl.plugins.oubliette.slot import Outputs, SlotGroup
 from pipelinerl.system.supervised_process import tied
 
 _ID: Final = 1000
-_ENVIRONMENT: Final = ("PATH=/usr/local/bin:/usr/bin:/bin", "HOME=/tmp", "TMPDIR=/tmp", "LANG=C.UTF-8")
 _FLAGS: Final = (
     "--platform=ptrace", "--network=none", "--ignore-cgroups", "--oci-seccomp", "--host-uds=none", "--log-format=json",
 )  # fmt: skip
@@ -89,7 +89,7 @@ def lay_out(bundle: Path, run: Run) -> None:
             "terminal": False,
             "user": {"uid": _ID, "gid": _ID},
             "args": argv,
-            "env": _ENVIRONMENT,
+            "env": [f"{name}={value}" for name, value in ENVIRONMENT.items()],
             "cwd": "/tmp",
             "capabilities": {},
             "noNewPrivileges": True,
@@ -133,7 +133,6 @@ _TICK_S: Final = 0.02
 #: Seconds after which a sandbox has usually started.
 _USUAL_BOOT_S: Final = 0.5
 _GREEDY_CPU_S: Final = 0.5
-_CHUNK: Final = 1 << 18
 _SIGNALLED: Final = 128
 _OUT_OF_TIME: Final = frozenset({signal.SIGXCPU, signal.SIGKILL})
 #: Error that runsc logs if the program cannot be executed.
@@ -144,8 +143,7 @@ class GvisorSlot:
     """Slot of the strong tier: runs one program at a time, each in a new sandbox. For use from one thread."""
 
     def __init__(self) -> None:
-        self._group: ControlGroup | None = None
-        self._cpu_began_s = 0.0
+        self.group = SlotGroup(own_bytes=_OWN_BYTES, greedy_cpu_s=_GREEDY_CPU_S)
         self._ended = threading.Event()
         self.began: float | None = None
 
@@ -154,16 +152,12 @@ class GvisorSlot:
 
     def run(self, run: Run) -> ProgramResult:
         """Run a program. Raises `SandboxLost` if the sandbox cannot be started, or ends by itself."""
-        where = control_groups.available()
-        if not isinstance(where, Hierarchies):
-            raise SandboxLost(f"gVisor's processes need a control group: {where}")
-        if self._group is None:
-            self._group = ControlGroup(where)
-        group = self._group
         limits = run.limits
-        group.weigh(Weight.FULL)
-        group.limit(limits.memory_bytes + limits.disk_bytes + _OWN_BYTES)
-        kills, self._cpu_began_s = group.oom_kills(), group.cpu_s()
+        self.group.admit(limits)
+        group = self.group.group
+        if group is None:
+            raise SandboxLost(f"gVisor's processes need a control group: {control_groups.available()}")
+        self.group.begin()
         with tempfile.TemporaryDirectory(prefix="oubliette-", ignore_cleanup_errors=True) as folder:
             bundle = Path(folder)
             lay_out(bundle, run)
@@ -172,28 +166,33 @@ class GvisorSlot:
                     group.entering(command(bundle)), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                     env={}, cwd="/",
                 )  # fmt: skip
-            self.began = time.monotonic() + _USUAL_BOOT_S
+            assert process.stdout is not None and process.stderr is not None, "both are pipes"
+            outputs = Outputs(process.stdout.fileno(), process.stderr.fileno(), limits)
+            began = time.monotonic()
+            self.began = began + _USUAL_BOOT_S
             try:
                 with process:
-                    watch = _Watch(process, group, limits, self._cpu_began_s)
                     try:
-                        ended = watch.until_it_ends()
+                        ended = self._until_it_ends(process.pid, group, outputs, limits, began)
+                        wall_s = time.monotonic() - began
                     finally:
                         group.kill_all()
-                    watch.drain()
+                    for file in outputs.files:
+                        while outputs.take(file):
+                            pass
                     code = process.wait(_GRACE_S)
                 errors = troubles(bundle)
             finally:
                 self.began = None
         if self._ended.is_set():
             raise SandboxLost("the sandbox was stopped")
-        cpu_s = group.cpu_s() - self._cpu_began_s
-        if group.oom_kills() > kills:
+        cpu_s = self.group.cpu_s()
+        if self.group.ran_out_of_memory():
             ended = Ending.MEMORY
         elif ended is None and _NO_PROGRAM in errors:
-            code, watch.stderr[:] = 126, errors.encode()
+            code, outputs.stderr[:] = 126, errors.encode()
         elif ended is None and (code < 0 or errors):
-            raise SandboxLost(f"gVisor ended by itself ({code}); its output: {errors or watch.stderr[:500]!r}")
+            raise SandboxLost(f"gVisor ended by itself ({code}); its output: {errors or outputs.stderr[:500]!r}")
         if ended is None and code > _SIGNALLED:
             # A program that a signal ended gets the exit code 128 + the signal's number, as in a shell.
             code = _SIGNALLED - code
@@ -201,92 +200,52 @@ class GvisorSlot:
         return ProgramResult(
             ending=ended or Ending.EXITED,
             code=code,
-            stdout=bytes(watch.stdout),
-            stderr=bytes(watch.stderr),
+            stdout=bytes(outputs.stdout),
+            stderr=bytes(outputs.stderr),
             cpu_s=cpu_s,
-            wall_s=watch.wall_s,
+            wall_s=wall_s,
             tier=Tier.STRONG,
         )
 
-    def cpu_s(self) -> float:
-        """Return the processor seconds of the slot's sandboxes so far."""
-        return 0.0 if self._group is None else self._group.cpu_s()
-
-    def goes_behind(self) -> bool:
-        """If the current run has used much processor time, lower its processor share and return True. Thread-safe."""
-        if self._group is None or self.began is None or self._group.cpu_s() - self._cpu_began_s < _GREEDY_CPU_S:
-            return False
-        self._group.weigh(Weight.BEHIND_OTHERS)
-        return True
+    def _until_it_ends(
+        self, pid: int, group: ControlGroup, outputs: Outputs, limits: Limits, began: float
+    ) -> Ending | None:
+        """Wait for the run's end; return the reason why the run must be killed, or None if it ended by itself."""
+        until, waiting = began + limits.wall_s + _BOOT_S, set(outputs.files)
+        handle = os.pidfd_open(pid)
+        try:
+            poll = select.poll()
+            for file in (handle, *waiting):
+                poll.register(file, select.POLLIN)
+            while True:
+                ready = [file for file, _ in poll.poll(1000 * _TICK_S)]
+                for file in waiting.intersection(ready):
+                    if not outputs.take(file):
+                        waiting.discard(file)
+                        poll.unregister(file)
+                if outputs.are_too_long:
+                    return Ending.OUTPUT
+                if handle in ready:
+                    return None
+                if self.group.cpu_s() > limits.cpu_s + _BOOT_CPU_S:
+                    return Ending.CPU_TIME
+                if time.monotonic() > until:
+                    delayed_s = _delayed_s(group.processes())
+                    until = began + min(limits.wall_s + _BOOT_S + delayed_s, _STARVED_TIMES * limits.wall_s)
+                    if until <= time.monotonic():
+                        had_s = time.monotonic() - began - delayed_s
+                        return Ending.STARVED if had_s < limits.wall_s / 2 else Ending.DEADLINE
+        finally:
+            os.close(handle)
 
     def interrupt(self) -> None:
         """End the current run and reject later runs; called by other threads."""
         self._ended.set()
-        if self._group is not None:
-            self._group.kill_all()
+        if self.group.group is not None:
+            self.group.group.kill_all()
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-
-
-class _Watch:
-    def __init__(
-        self, process: subprocess.Popen[bytes], group: ControlGroup, limits: Limits, cpu_began_s: float
-    ) -> None:
-        assert process.stdout is not None and process.stderr is not None, "both are pipes"
-        self._process = process
-        self._group = group
-        self._limits = limits
-        self._cpu_began_s = cpu_began_s
-        self._began = time.monotonic()
-        self._out, self._err = process.stdout.fileno(), process.stderr.fileno()
-        self._open = {self._out, self._err}
-        self.stdout, self.stderr = bytearray(), bytearray()
-        self.wall_s = 0.0
-
-    def until_it_ends(self) -> Ending | None:
-        """Wait for the run's end; return the reason why the run must be killed, or None if it ended by itself."""
-        limits, until = self._limits, self._began + self._limits.wall_s + _BOOT_S
-        handle = os.pidfd_open(self._process.pid)
-        try:
-            poll = select.poll()
-            for file in (handle, *self._open):
-                poll.register(file, select.POLLIN)
-            while True:
-                ready = [file for file, _ in poll.poll(1000 * _TICK_S)]
-                for file in self._open.intersection(ready):
-                    if not self._take(file):
-                        self._open.discard(file)
-                        poll.unregister(file)
-                self.wall_s = time.monotonic() - self._began
-                if len(self.stdout) > limits.output_bytes:
-                    return Ending.OUTPUT
-                if handle in ready:
-                    return None
-                if self._group.cpu_s() - self._cpu_began_s > limits.cpu_s + _BOOT_CPU_S:
-                    return Ending.CPU_TIME
-                if time.monotonic() > until:
-                    delayed_s = _delayed_s(self._group.processes())
-                    until = self._began + min(limits.wall_s + _BOOT_S + delayed_s, _STARVED_TIMES * limits.wall_s)
-                    if until <= time.monotonic():
-                        return Ending.STARVED if self.wall_s - delayed_s < limits.wall_s / 2 else Ending.DEADLINE
-        finally:
-            os.close(handle)
-
-    def drain(self) -> None:
-        for file in self._open:
-            while self._take(file):
-                pass
-
-    def _take(self, file: int) -> bool:
-        part = os.read(file, _CHUNK)
-        kept, most = (
-            (self.stdout, self._limits.output_bytes) if file == self._out else (self.stderr, self._limits.error_bytes)
-        )
-        kept += part[: max(0, most + 1 - len(kept))]
-        return bool(part)
+        self.group.close()
 
 
 def _delayed_s(processes: Sequence[int]) -> float:

@@ -65,20 +65,16 @@ def opened(tier: Tier, *, at_once: int | None = None, isolation: Callable[[int],
         honest = sandbox.run(_python("print(6 * int(input()))", b"7\n", QUICK))
         if not honest.succeeded or honest.stdout != b"42\n":
             raise SandboxMissing(f"the {tier} sandbox cannot run programs here: {honest.describe()}")
-        wanted = [attack for attack in ATTACKS if attack.at_start]
-        broken = [
-            finding for finding in attacked(around, wanted, sandbox=sandbox) if finding.defence is not Defence.HELD
-        ]
+        findings = attacked(around, [attack for attack in ATTACKS if attack.at_start], sandbox=sandbox)
     except SandboxLost as error:
         sandbox.close()
         raise SandboxMissing(f"the {tier} sandbox is not available here: {error}{_cause()}") from None
     except BaseException:
         sandbox.close()
         raise
-    if broken:
+    if broken := [f"{each.name}: {each.detail}" for each in findings if each.defence is not Defence.HELD]:
         sandbox.close()
-        findings = "; ".join(f"{finding.name}: {finding.detail}" for finding in broken)
-        raise SandboxMissing(f"the {tier} sandbox does not hold here: {findings}")
+        raise SandboxMissing(f"the {tier} sandbox does not hold here: {'; '.join(broken)}")
     return sandbox
 
 

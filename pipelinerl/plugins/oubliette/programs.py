@@ -10,9 +10,8 @@ the function allows it, so that a program that prints its input fails.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final
 
-import numpy as np
 from msgspec import Meta, Struct
 
 from pipelinerl import rng
@@ -24,23 +23,17 @@ _REQUEST: Final = "Write a program that reads a number x and prints {}."
 _PROGRAM: Final = "```\nx = int(input())\nprint({})\n```"
 
 
-class _Operation(NamedTuple):
-    """An operation on x and a constant n, as words, code and a function. In texts, `{0}` is x and `{1}` is n."""
-
-    words: str
-    code: str
-    value: Callable[[int, int], int]
-
-
-_OPERATIONS: Final = (
-    _Operation("{0} plus {1}", "{0} + {1}", lambda x, n: x + n),
-    _Operation("{0} minus {1}", "{0} - {1}", lambda x, n: x - n),
-    _Operation("{1} minus {0}", "{1} - {0}", lambda x, n: n - x),
-    _Operation("{0} times {1}", "{0} * {1}", lambda x, n: x * n),
-    _Operation("the larger of {0} and {1}", "max({0}, {1})", max),
-    _Operation("the smaller of {0} and {1}", "min({0}, {1})", min),
-    _Operation("the remainder of {0} divided by {1}", "{0} % {1}", lambda x, n: x % n),
-    _Operation("the distance between {0} and {1}", "abs({0} - {1})", lambda x, n: abs(x - n)),
+#: An operation on x and a constant n: its words, its code (`{0}` is x and `{1}` is n), and its function.
+_Operation = tuple[str, str, Callable[[int, int], int]]
+_OPERATIONS: Final[tuple[_Operation, ...]] = (
+    ("{0} plus {1}", "{0} + {1}", lambda x, n: x + n),
+    ("{0} minus {1}", "{0} - {1}", lambda x, n: x - n),
+    ("{1} minus {0}", "{1} - {0}", lambda x, n: n - x),
+    ("{0} times {1}", "{0} * {1}", lambda x, n: x * n),
+    ("the larger of {0} and {1}", "max({0}, {1})", max),
+    ("the smaller of {0} and {1}", "min({0}, {1})", min),
+    ("the remainder of {0} divided by {1}", "{0} % {1}", lambda x, n: x % n),
+    ("the distance between {0} and {1}", "abs({0} - {1})", lambda x, n: abs(x - n)),
 )
 
 
@@ -65,31 +58,21 @@ def _drawn(parameters: _Parameters, key: int) -> Draft:
         for _ in range(count)
     ]
     words, code = "x", "x"
-    for place, (operation, number) in enumerate(steps):
-        words = operation.words.format(f"({words})" if place else words, number)
-        code = operation.code.format(f"({code})" if place else code, number)
-    tests = [{"input": f"{x}\n", "output": f"{_result(steps, x)}\n"} for x in _inputs(noise, steps, parameters)]
+    for place, ((in_words, in_code, _), number) in enumerate(steps):
+        words = in_words.format(f"({words})" if place else words, number)
+        code = in_code.format(f"({code})" if place else code, number)
+
+    def result(x: int) -> int:
+        for (_, _, value), number in steps:
+            x = value(x, number)
+        return x
+
+    top = 3 * parameters.max_number
+    inputs = [int(noise.integers(top)) for _ in range(parameters.tests)]
+    inputs[0] = next((x for x in (*range(inputs[0], top), *range(inputs[0])) if result(x) != x), inputs[0])
     return Draft(
         messages=(Message("user", _REQUEST.format(words)),),
         ground_truth=_PROGRAM.format(code),
-        metadata={"tests": tests},
+        metadata={"tests": [{"input": f"{x}\n", "output": f"{result(x)}\n"} for x in inputs]},
         tags=(f"operations={count}",),
     )
-
-
-def _inputs(noise: np.random.Generator, steps: list[tuple[_Operation, int]], parameters: _Parameters) -> list[int]:
-    """Draw test inputs in [0, 3 · `max_number`).
-
-    For the first input, the function's result differs from the input, if such an input exists.
-    """
-    top = 3 * parameters.max_number
-    inputs = [int(noise.integers(top)) for _ in range(parameters.tests)]
-    tried = (*range(inputs[0], top), *range(inputs[0]))
-    inputs[0] = next((x for x in tried if _result(steps, x) != x), inputs[0])
-    return inputs
-
-
-def _result(steps: list[tuple[_Operation, int]], number: int) -> int:
-    for operation, other in steps:
-        number = operation.value(number, other)
-    return number

@@ -18,6 +18,10 @@ class SandboxLost(PipelineError):
     """A guest (sandboxed process tree) ended, or did not answer in time, through no fault of the program in it."""
 
 
+#: A program's environment variables.
+ENVIRONMENT: Final = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
+
+
 class Tier(StrEnum):
     """Strength of the isolation of a run; see docs/use/verification.md."""
 
@@ -134,7 +138,9 @@ class ProgramResult:
 
     def describe(self) -> str:
         if self.ending is Ending.EXITED:
-            return "done" if self.code == 0 else f"exit status {self.code}: {_last_line(self.stderr)}"
+            lines = self.stderr.decode("utf-8", "replace").strip().splitlines()
+            last = lines[-1][:200] if lines else "nothing on standard error"
+            return "done" if self.code == 0 else f"exit status {self.code}: {last}"
         if self.ending is Ending.SIGNALLED:
             return f"ended by signal {-self.code}"
         return _ENDINGS[self.ending].format(cpu=self.cpu_s, wall=self.wall_s)
@@ -147,11 +153,6 @@ _ENDINGS: Final = {
     Ending.OUTPUT: "exceeded its output limit",
     Ending.STARVED: "waited for a processor for most of {wall:.1f} s; this says nothing about the program",
 }
-
-
-def _last_line(text: bytes) -> str:
-    lines = text.decode("utf-8", "replace").strip().splitlines()
-    return lines[-1][:200] if lines else "nothing on standard error"
 
 
 def of_rlimits(names: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:

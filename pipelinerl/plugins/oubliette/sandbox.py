@@ -152,10 +152,6 @@ class Sandbox:
     def run(self, run: Run) -> ProgramResult:
         return self.submit(run).result()
 
-    def cpu_s(self) -> float:
-        """Return the processor seconds of the guests so far, if control groups count them; else 0."""
-        return sum(place.slot.cpu_s() for place in tuple(self._places))
-
     def close(self) -> None:
         """End all guests and the programs that run in them; queued runs fail."""
         with self._changed:
@@ -233,7 +229,8 @@ class Sandbox:
                     if now - (place.given + _STARTING_S if began is None else began + _FRESH_S) > 0:
                         self._no_longer_fresh(place)
                         self._assign_waiting_run()
-                        place.behind = place.behind or place.slot.goes_behind()
+                        if began is not None:
+                            place.behind = place.behind or place.slot.group.goes_behind()
 
     def _no_longer_fresh(self, place: _Place) -> None:
         if place.fresh:

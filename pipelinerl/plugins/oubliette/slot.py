@@ -29,8 +29,17 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from pipelinerl.plugins.oubliette import control_groups
-from pipelinerl.plugins.oubliette.control_groups import ControlGroup, Hierarchies, Weight
-from pipelinerl.plugins.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, Tier, of_rlimits
+from pipelinerl.plugins.oubliette.control_groups import FULL_WEIGHT, LOW_WEIGHT, ControlGroup, Hierarchies
+from pipelinerl.plugins.oubliette.runs import (
+    ENVIRONMENT,
+    Ending,
+    Limits,
+    ProgramResult,
+    Run,
+    SandboxLost,
+    Tier,
+    of_rlimits,
+)
 
 _STARTUP_S: Final = 60.0
 _GRACE_S: Final = 30.0
@@ -46,7 +55,6 @@ _ALL_SEALS: Final = 0x1 | 0x2 | 0x4 | 0x8
 _STARVED_TIMES: Final = 5.0
 #: Format of the server's answer; must equal `_ANSWER` in `guest/server.py`.
 _ANSWER: Final = struct.Struct("=iddd")
-_ENVIRONMENT: Final = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +78,79 @@ class Isolation:
     shown: tuple[str, ...] = ()
 
 
+class SlotGroup:
+    """The control group of a slot, if this machine can create one, and its accounts of the slot's current run.
+
+    A run's processes get `own_bytes` of memory beyond its limits. After `greedy_cpu_s` processor seconds, the run gets
+    a lower processor share.
+    """
+
+    def __init__(self, *, own_bytes: int, greedy_cpu_s: float) -> None:
+        self.group: ControlGroup | None = None
+        self._own_bytes, self._greedy_cpu_s = own_bytes, greedy_cpu_s
+        self._kills, self._cpu_began_s = 0, 0.0
+
+    def open(self) -> None:
+        if self.group is None and isinstance(where := control_groups.available(), Hierarchies):
+            self.group = ControlGroup(where)
+
+    def admit(self, limits: Limits) -> None:
+        """Set the limits of the next run, and the full processor share."""
+        self.open()
+        if self.group is not None:
+            self.group.weigh(FULL_WEIGHT)
+            self.group.limit(limits.memory_bytes + limits.disk_bytes + self._own_bytes)
+            self._kills = self.group.oom_kills()
+
+    def begin(self) -> None:
+        """Count processor time from now on."""
+        self._cpu_began_s = 0.0 if self.group is None else self.group.cpu_s()
+
+    def cpu_s(self) -> float:
+        """Return the processor seconds since `begin`; 0 without a control group."""
+        return 0.0 if self.group is None else self.group.cpu_s() - self._cpu_began_s
+
+    def ran_out_of_memory(self) -> bool:
+        """Return whether the kernel has killed a process of the run for lack of memory."""
+        return self.group is not None and self.group.oom_kills() > self._kills
+
+    def goes_behind(self) -> bool:
+        """Lower the processor share of a run that has used much processor time. Thread-safe.
+
+        Returns True if no more checks are needed: the share is lowered, or there is no control group.
+        """
+        if self.group is not None:
+            if self.cpu_s() < self._greedy_cpu_s:
+                return False
+            self.group.weigh(LOW_WEIGHT)
+        return True
+
+    def close(self) -> None:
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+
+
+class Outputs:
+    """The output of a run, from the pipes `out` and `err`: of each, at most its limit and one byte is kept."""
+
+    def __init__(self, out: int, err: int, limits: Limits) -> None:
+        self.stdout, self.stderr = bytearray(), bytearray()
+        self.files = {out: (self.stdout, limits.output_bytes), err: (self.stderr, limits.error_bytes)}
+        self._most = limits.output_bytes
+
+    @property
+    def are_too_long(self) -> bool:
+        return len(self.stdout) > self._most
+
+    def take(self, file: int) -> bool:
+        """Read a chunk from one of the pipes; return False at its end."""
+        part = os.read(file, _CHUNK)
+        kept, most = self.files[file]
+        kept += part[: max(0, most + 1 - len(kept))]
+        return bool(part)
+
+
 class Slot:
     """Runs programs in a guest (a sandboxed process tree), one at a time.
 
@@ -79,31 +160,29 @@ class Slot:
     def __init__(self, isolation: Isolation) -> None:
         self._isolation = isolation
         self._guest: _Guest | None = None
-        self._group: ControlGroup | None = None
-        self._cpu_began_s = 0.0
+        self.group = SlotGroup(own_bytes=_SERVER_BYTES, greedy_cpu_s=_GREEDY_CPU_S)
         self.began: float | None = None
         """Time at which the current run started; None without a run, or while the guest starts."""
 
     def start(self) -> None:
         """Start the guest in advance; a failure is reported by the first run."""
         with contextlib.suppress(SandboxLost, OSError):
-            self._make_group()
-            self._guest = _Guest.start(self._isolation, self._group)
+            self.group.open()
+            self._guest = _Guest.start(self._isolation, self.group.group)
 
     def run(self, run: Run) -> ProgramResult:
         """Run a program. Raises `SandboxLost` if the guest cannot be started, ends, or does not answer."""
-        self._make_group()
-        kills = self._begin(run.limits)
+        self.group.admit(run.limits)
         began = time.monotonic()
         try:
             if self._guest is None:
-                self._guest = _Guest.start(self._isolation, self._group)
-            self._cpu_began_s = 0.0 if self._group is None else self._group.cpu_s()
+                self._guest = _Guest.start(self._isolation, self.group.group)
+            self.group.begin()
             self.began = time.monotonic()
             result = self._guest.run(run, self._isolation)
         except SandboxLost:
             self._lose()
-            if not self._killed_since(kills):
+            if not self.group.ran_out_of_memory():
                 raise
             # The run filled the slot's memory, and the kernel killed the server.
             return ProgramResult(
@@ -120,41 +199,7 @@ class Slot:
             raise
         finally:
             self.began = None
-        return replace(result, ending=Ending.MEMORY) if self._killed_since(kills) else result
-
-    def _make_group(self) -> None:
-        if self._group is None and isinstance(where := control_groups.available(), Hierarchies):
-            self._group = ControlGroup(where)
-
-    def _begin(self, limits: Limits) -> int:
-        """Set the guest's limits for a run; return how many processes the kernel has killed for lack of memory so far.
-
-        Without a control group, nothing is set or counted, and the result is 0.
-        """
-        if self._group is None:
-            return 0
-        self._group.weigh(Weight.FULL)
-        self._group.limit(limits.memory_bytes + limits.disk_bytes + _SERVER_BYTES)
-        return self._group.oom_kills()
-
-    def _killed_since(self, kills: int) -> bool:
-        return self._group is not None and self._group.oom_kills() > kills
-
-    def cpu_s(self) -> float:
-        """Return the processor seconds of the slot's guests so far, if a control group counts them; else 0."""
-        return 0.0 if self._group is None else self._group.cpu_s()
-
-    def goes_behind(self) -> bool:
-        """Lower the processor share of the current run if it has used much processor time. Thread-safe.
-
-        Returns True if no more checks are needed: the share is lowered, or there is no control group.
-        """
-        if self._group is None:
-            return True
-        if self.began is None or self._group.cpu_s() - self._cpu_began_s < _GREEDY_CPU_S:
-            return False
-        self._group.weigh(Weight.BEHIND_OTHERS)
-        return True
+        return replace(result, ending=Ending.MEMORY) if self.group.ran_out_of_memory() else result
 
     def interrupt(self) -> None:
         """Kill the guest, so that its run is lost; called by other threads."""
@@ -163,14 +208,23 @@ class Slot:
 
     def close(self) -> None:
         self._lose()
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        self.group.close()
 
     def _lose(self) -> None:
         if self._guest is not None:
             self._guest.kill()
             self._guest = None
+
+
+class _Answer(NamedTuple):
+    """The server's answer to a request: status and times of the run, why it was killed, and any startup error."""
+
+    code: int
+    cpu_s: float
+    wall_s: float
+    delayed_s: float
+    ended: str
+    trouble: str
 
 
 class _Guest:
@@ -235,8 +289,8 @@ class _Guest:
                 raise SandboxLost(f"the guest is gone: {error}; its output: {self.last_words()}") from None
             while theirs:
                 os.close(theirs.pop())
-            reader = _Reader(self._control, out_read, err_read, run.limits)
-            answer = reader.read(time.monotonic() + _STARVED_TIMES * run.limits.wall_s + _GRACE_S)
+            outputs = Outputs(out_read, err_read, run.limits)
+            answer = self._answer(outputs, until=time.monotonic() + _STARVED_TIMES * run.limits.wall_s + _GRACE_S)
         finally:
             for file in (*theirs, out_read, err_read):
                 os.close(file)
@@ -247,12 +301,45 @@ class _Guest:
         return ProgramResult(
             ending=_ending(answer, run.limits),
             code=answer.code,
-            stdout=bytes(reader.stdout),
-            stderr=bytes(reader.stderr),
+            stdout=bytes(outputs.stdout),
+            stderr=bytes(outputs.stderr),
             cpu_s=answer.cpu_s,
             wall_s=answer.wall_s,
             tier=isolation.tier,
         )
+
+    def _answer(self, outputs: Outputs, *, until: float) -> _Answer | None:
+        """Read the outputs and the answer of a run to their ends; return None without a whole answer."""
+        poll = select.poll()
+        waiting = {self._control.fileno(), *outputs.files}
+        for file in waiting:
+            poll.register(file, select.POLLIN)
+        answer: _Answer | None = None
+        ended_by_us = False
+        while waiting:
+            left_s = until - time.monotonic()
+            ready = poll.poll(1000 * left_s) if left_s > 0 else []
+            if not ready:
+                return None
+            for file, _ in ready:
+                if file in outputs.files:
+                    if outputs.take(file):
+                        continue
+                else:
+                    packet = b""
+                    with contextlib.suppress(ConnectionResetError):  # the guest was killed before it read its request
+                        packet = self._control.recv(_MOST_PACKET)
+                    if len(packet) < _ANSWER.size:
+                        return None
+                    ended, _, trouble = packet[_ANSWER.size :].decode("utf-8", "replace").partition("\0")
+                    answer = _Answer(*_ANSWER.unpack_from(packet), ended, trouble)
+                poll.unregister(file)
+                waiting.discard(file)
+            if outputs.are_too_long and not ended_by_us:
+                ended_by_us = True
+                with contextlib.suppress(OSError):
+                    self._control.send(b"{}")
+        return answer._replace(ended="output") if answer is not None and ended_by_us else answer
 
     def kill(self) -> None:
         self._control.close()
@@ -273,66 +360,6 @@ class _Guest:
         return self._words.read(4096).decode("utf-8", "replace").strip() or "nothing"
 
 
-class _Answer(NamedTuple):
-    """The server's answer to a request: status and times of the run, why it was killed, and any startup error."""
-
-    code: int
-    cpu_s: float
-    wall_s: float
-    delayed_s: float
-    ended: str
-    trouble: str
-
-
-class _Reader:
-    def __init__(self, control: socket.socket, out: int, err: int, limits: Limits) -> None:
-        self._control = control
-        self._most = {out: limits.output_bytes, err: limits.error_bytes}
-        self._read: dict[int, bytearray] = {out: bytearray(), err: bytearray()}
-        self._out = out
-        self.stdout, self.stderr = self._read[out], self._read[err]
-
-    def read(self, until: float) -> _Answer | None:
-        poll = select.poll()
-        waiting = {self._control.fileno(), *self._read}
-        for file in waiting:
-            poll.register(file, select.POLLIN)
-        answer: _Answer | None = None
-        ended_by_us = False
-        while waiting:
-            left_s = until - time.monotonic()
-            ready = poll.poll(1000 * left_s) if left_s > 0 else []
-            if not ready:
-                return None
-            for file, _ in ready:
-                if file in self._read:
-                    if self._take(file):
-                        continue
-                else:
-                    packet = b""
-                    with contextlib.suppress(ConnectionResetError):  # the guest was killed before it read its request
-                        packet = self._control.recv(_MOST_PACKET)
-                    if len(packet) < _ANSWER.size:
-                        return None
-                    ended, _, trouble = packet[_ANSWER.size :].decode("utf-8", "replace").partition("\0")
-                    code, cpu_s, wall_s, delayed_s = _ANSWER.unpack_from(packet)
-                    answer = _Answer(code, cpu_s, wall_s, delayed_s, ended, trouble)
-                poll.unregister(file)
-                waiting.discard(file)
-            if len(self.stdout) > self._most[self._out] and not ended_by_us:
-                ended_by_us = True
-                with contextlib.suppress(OSError):
-                    self._control.send(b"{}")
-        return answer._replace(ended="output") if answer is not None and ended_by_us else answer
-
-    def _take(self, file: int) -> bool:
-        """Read a chunk of a run's output; return False at its end. Output beyond the limit is read but not kept."""
-        part = os.read(file, _CHUNK)
-        kept = self._read[file]
-        kept += part[: max(0, self._most[file] + 1 - len(kept))]
-        return bool(part)
-
-
 @lru_cache(maxsize=64)  # cached, since most requests repeat and building one takes many system calls
 def _request(
     argv: tuple[str, ...], python: str, arguments: tuple[str, ...], files: tuple[str, ...], limits: Limits
@@ -343,7 +370,7 @@ def _request(
         "python": python,
         "arguments": arguments,
         "files": files,
-        "environment": _ENVIRONMENT,
+        "environment": ENVIRONMENT,
         "limits": {
             "wall_s": limits.wall_s,
             "starved_s": _STARVED_TIMES * limits.wall_s,

@@ -122,13 +122,12 @@ def find(name: str) -> Toolchain:
     language = named(name)
     if language is None:
         raise ToolchainMissing(f"language must be one of {', '.join(LANGUAGES)}, got {name!r}")
-    missing = [tool for tool in language.tools if _place(tool) is None]
-    if missing:
+    places = {tool: _place(tool) for tool in language.tools}
+    if missing := [tool for tool, place in places.items() if place is None]:
         raise ToolchainMissing(
             f"{language.name} needs {', '.join(missing)}, which is not installed on this host outside ~/bin"
         )
-    places = [place for place in map(_place, language.tools) if place is not None]
-    path = ":".join(sorted({str(place.parent) for place in places}))
+    path = ":".join(sorted({str(place.parent) for place in places.values() if place is not None}))
     compiling = f"export PATH={path}:$PATH; {language.compile}" if language.compile else ""
     argv = language.argv
     if argv and "/" not in argv[0]:
@@ -160,16 +159,12 @@ def _place(tool: str) -> Path | None:
         return None
     real = Path(os.path.realpath(path))
     if real.name == "rustup":  # rustup only starts the selected toolchain's compiler; find the compiler
-        return _of_rustup(path, tool)
+        try:
+            found = subprocess.run([path, "--print", "sysroot"], capture_output=True, text=True, timeout=60, check=True)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        place = Path(found.stdout.strip(), "bin", tool)
+        return place if place.exists() else None
     if real.is_relative_to("/usr"):
         return Path(path)
     return real if real.parent.name == "bin" and not holds_home(real.parent.parent) else None
-
-
-def _of_rustup(shim: str, tool: str) -> Path | None:
-    try:
-        completed = subprocess.run([shim, "--print", "sysroot"], capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    place = Path(completed.stdout.strip(), "bin", tool)
-    return place if place.exists() else None

@@ -8,9 +8,7 @@ about as short as a link stay in the row.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,27 +33,42 @@ from pipelinerl.types import Problem
 _SHORT: Final = 96
 #: Number of contents (inputs or answers) that are uploaded concurrently.
 _AT_ONCE: Final = 8
+#: Number of rows processed concurrently.
+_ROWS_AT_ONCE: Final = 16
+_MOST_REASONS: Final = 5
 
 
-class RowLinker:
-    """Stores the test inputs and answers of rows, without duplicates; `contents` and `num_bytes` count those sent."""
+class Upload:
+    """Stores the tests of rows, each content once.
+
+    Attributes:
+        rows: number of rows that were written. left_out: number of the others; `reasons` are those of the first.
+        contents: number of inputs and answers that were sent, with `num_bytes` in all.
+    """
 
     def __init__(self, store: RepositoryFolder | RemoteRunner) -> None:
         self._store = store
         self._there: set[Link] = set()
         self._room = asyncio.Semaphore(_AT_ONCE)
-        self.contents = 0
-        self.num_bytes = 0
+        self.rows = self.left_out = self.contents = self.num_bytes = 0
+        self.reasons: list[str] = []
 
-    async def row(self, row: Mapping[str, Any], *, answer_field: str) -> dict[str, Any]:
-        """Store the row's tests, and return the row with links to them in the field `tests`.
+    async def linked(self, rows: DataRows, number: int, *, answer_field: str) -> bytes:
+        """Store a row's tests; return its JSON line with links to them, or b"" for a row that is left out.
 
         `answer_field` names the field with the tests, for a row without any of the known fields.
-
-        Raises:
-            TestsMalformed: the row has no tests that can be run.
-            CheckerFailed: its checker does not compile.
         """
+        try:
+            linked = await self._linked(rows.row(number), answer_field)
+            line = msgspec.json.encode({name: plain(value, name) for name, value in linked.items()}) + b"\n"
+        except (TestsMalformed, CheckerFailed, ToolchainMissing, RecipeError) as error:
+            self.left_out += 1
+            self.reasons += [f"{rows.place(number)}: {error}"][: _MOST_REASONS - len(self.reasons)]
+            return b""
+        self.rows += 1
+        return line
+
+    async def _linked(self, row: Row, answer_field: str) -> dict[str, Any]:
         answer = row.get(answer_field)
         truth = answer if isinstance(answer, str) else ""
         metadata = dict(row) if any(row.get(field) for field in TEST_FIELDS) else {**row, "tests": answer}
@@ -63,7 +76,10 @@ class RowLinker:
             Problem(problem_id="the row", domain="", messages=(), ground_truth=truth, metadata=metadata)
         )
         contents = [content for test in problem.tests for content in (test.input, test.answer)]
-        await self._upload(contents)
+        long = {Link.of(content): content for content in contents if isinstance(content, bytes) and _is_long(content)}
+        if new := long.keys() - self._there:
+            await asyncio.gather(*(self._send(long[link]) for link in await self._store.missing(list(new))))
+            self._there |= new
         left = {key: value for key, value in row.items() if key not in (*TEST_FIELDS, answer_field)}
         left["tests"] = [{"input": _shown(test.input), "output": _shown(test.answer)} for test in problem.tests]
         checker = problem.checker
@@ -73,16 +89,7 @@ class RowLinker:
             left["checker"] = {"language": checker.language, "protocol": checker.protocol.value, PROGRAM: str(link)}
         return left
 
-    async def _upload(self, contents: list[Content]) -> None:
-        named = {Link.of(content): content for content in contents if isinstance(content, bytes) and _is_long(content)}
-        new = [link for link in named if link not in self._there]
-        if not new:
-            return
-        missing = await self._store.missing(new)
-        await asyncio.gather(*(self._sent(named[link]) for link in missing))
-        self._there.update(new)
-
-    async def _sent(self, data: bytes) -> None:
+    async def _send(self, data: bytes) -> None:
         async with self._room:
             await self._store.upload(data)
         self.contents += 1
@@ -90,15 +97,11 @@ class RowLinker:
 
 
 def _is_long(content: bytes) -> bool:
-    return len(content) > _SHORT or not _is_text(content)
-
-
-def _is_text(content: bytes) -> bool:
     try:
         content.decode()
     except UnicodeDecodeError:
-        return False
-    return True
+        return True
+    return len(content) > _SHORT
 
 
 def _shown(content: Content) -> Any:
@@ -107,74 +110,36 @@ def _shown(content: Content) -> Any:
     return {LINK: str(Link.of(content))} if _is_long(content) else content.decode()
 
 
-# --- a whole data set -------------------------------------------------------------------------------------------------
-
-#: Number of rows processed concurrently.
-_ROWS_AT_ONCE: Final = 16
-_MOST_REASONS: Final = 5
-
-
-@dataclass(frozen=True, slots=True)
-class UploadReport:
-    """Counts of rows written and left out, reasons for the first rows left out, and the inputs and answers sent."""
-
-    rows: int
-    left_out: int
-    reasons: tuple[str, ...]
-    contents: int
-    num_bytes: int
-
-
-async def upload(files: Sequence[Path], out: Path, rules: OublietteSection, *, answer_field: str) -> UploadReport:
+async def upload(files: Sequence[Path], out: Path, rules: OublietteSection, *, answer_field: str) -> Upload:
     """Upload the tests of all rows in `files` to the store set in `rules`; write rows with links instead to `out`.
 
-    Raises:
-        UserError: a file cannot be read, or the store is unavailable.
+    Raises `UserError` if a file cannot be read, or the store is unavailable.
     """
-    rows = [_rows_of(file) for file in files]
-    reasons: list[str] = []
-    written = left_out = 0
-    async with AsyncExitStack() as stack:
-        uploader = RowLinker(await _store(rules, stack))
-        with out.open("wb") as target:
-            for part in rows:
-                for begin in range(0, len(part), _ROWS_AT_ONCE):
-                    numbers = range(begin, min(begin + _ROWS_AT_ONCE, len(part)))
-                    done = await asyncio.gather(*(_tried(uploader, part, number, answer_field) for number in numbers))
-                    for row in done:
-                        if isinstance(row, str):
-                            left_out += 1
-                            reasons += [row][: _MOST_REASONS - len(reasons)]
-                        else:
-                            written += 1
-                            target.write(msgspec.json.encode(row) + b"\n")
-    return UploadReport(written, left_out, tuple(reasons), uploader.contents, uploader.num_bytes)
-
-
-async def _tried(uploader: RowLinker, rows: DataRows, number: int, answer_field: str) -> Row | str:
-    row = rows.row(number)
+    for file in files:
+        if not file.is_file() or suffix_of(file) not in SUFFIXES:
+            raise UserError(f"{file} must be a file of rows, of one of {', '.join(SUFFIXES)}")
+    read = [
+        ArrowRows.read(file, None) if suffix_of(file) in (".parquet", ".arrow") else JsonRows.read(file)
+        for file in files
+    ]
+    store: RepositoryFolder | RemoteRunner
+    if rules.url:
+        runner = await open_runner(rules, at_once=1)
+        assert isinstance(runner, RemoteRunner), "the rules name a service"
+        store = runner
+    else:
+        store = RepositoryFolder(PersistentRepository(Path(rules.repository)), rules)
+    done = Upload(store)
     try:
-        linked = await uploader.row(row, answer_field=answer_field)
-        return {name: plain(value, name) for name, value in linked.items()}
-    except (TestsMalformed, CheckerFailed, ToolchainMissing, RecipeError) as error:
-        return f"{rows.place(number)}: {error}"
-
-
-def _rows_of(file: Path) -> DataRows:
-    if not file.is_file() or suffix_of(file) not in SUFFIXES:
-        raise UserError(f"{file} must be a file of rows, of one of {', '.join(SUFFIXES)}")
-    return ArrowRows.read(file, None) if suffix_of(file) in (".parquet", ".arrow") else JsonRows.read(file)
-
-
-async def _store(rules: OublietteSection, stack: AsyncExitStack) -> RepositoryFolder | RemoteRunner:
-    if not rules.url:
-        folder = RepositoryFolder(PersistentRepository(Path(rules.repository)), rules)
-        stack.push_async_callback(folder.close)
-        return folder
-    runner = await open_runner(rules, at_once=1)
-    stack.push_async_callback(runner.close)
-    assert isinstance(runner, RemoteRunner), "the rules name a service"
-    return runner
+        with out.open("wb") as target:
+            for rows in read:
+                for begin in range(0, len(rows), _ROWS_AT_ONCE):
+                    numbers = range(begin, min(begin + _ROWS_AT_ONCE, len(rows)))
+                    lines = (done.linked(rows, number, answer_field=answer_field) for number in numbers)
+                    target.writelines(await asyncio.gather(*lines))
+    finally:
+        await store.close()
+    return done
 
 
 class RepositoryFolder:

@@ -26,7 +26,7 @@ from pipelinerl.plugins.oubliette.code_problem import CodeProblem, CodeTest, Tes
 from pipelinerl.plugins.oubliette.remote.client import RemoteRunner
 from pipelinerl.plugins.oubliette.repository import Content, ContentMissing, PersistentRepository, size_of
 from pipelinerl.plugins.oubliette.runner import Check, CodeRunner, Executed, LocalRunner, Program
-from pipelinerl.plugins.oubliette.runs import Ending, Limits, ProgramResult, SandboxLost, SandboxMissing
+from pipelinerl.plugins.oubliette.runs import Ending, Limits, SandboxLost, SandboxMissing
 from pipelinerl.plugins.oubliette.sandbox import default_slots, isolation_of
 from pipelinerl.plugins.oubliette.section import OublietteSection
 from pipelinerl.plugins.oubliette.toolchains import COMPILING, ToolchainMissing
@@ -51,9 +51,6 @@ _SPARE_OUTPUT: Final = 64 << 10
 _TRIES: Final = 8
 #: Seconds for which an unreachable service is retried.
 _GRACE_S: Final = 60.0
-
-
-_DEFAULTS: Final = OublietteSection()
 
 
 def open_verifier(section: OublietteSection, context: VerifierContext) -> GroupVerifier:
@@ -88,32 +85,30 @@ def refuse_unreadable(problem: Problem) -> None:
 
 
 class Oubliette:
-    """Verifier for problems with tests.
+    """Verifier for problems with tests. `start` or the first answer opens the sandbox."""
 
-    `start` or the first answer opens the sandbox; the caller must close the verifier.
-    """
-
-    def __init__(
-        self, rules: OublietteSection = _DEFAULTS, *, deadline_s: float = 60.0, workers: int | None = None
-    ) -> None:
+    def __init__(self, rules: OublietteSection, *, deadline_s: float = 60.0, workers: int | None = None) -> None:
         self._rules = rules
         self._deadline_s = deadline_s
-        self._sandbox = _LazyRunner(self._rules, workers)
+        self._sandbox = _LazyRunner(rules, workers)
 
     async def verify(self, problem: Problem, completion_text: str) -> Verdict:
         """Judge the program in an answer; the verdict's reason names the sandbox's tier."""
         try:
             runner = await self._sandbox.opened(_GRACE_S)
-            verdict = await self._judged(runner, CodeProblem.of(problem), completion_text)
+            read = CodeProblem.of(problem)
+            for left in reversed(range(_TRIES)):
+                try:
+                    verdict = await _Judged(runner, read, self._rules, self._deadline_s).verdict(completion_text)
+                    break
+                except ContentMissing:
+                    if not left:
+                        raise
         except (SandboxMissing, SandboxLost, TestsMalformed, ToolchainMissing, CheckerFailed, ContentMissing) as error:
             return failed(str(error))
         except TimeoutError:
             return timed_out(self._deadline_s)
-        return Verdict(
-            outcome=verdict.outcome,
-            reward=verdict.reward,
-            reason=shown(f"{verdict.reason} [{runner.tier} sandbox]"),
-        )
+        return replace(verdict, reason=shown(f"{verdict.reason} [{runner.tier} sandbox]"))
 
     async def start(self) -> None:
         """Open and probe the sandbox; a failure is reported when the first answer is judged."""
@@ -122,12 +117,6 @@ class Oubliette:
 
     async def close(self) -> None:
         await self._sandbox.close()
-
-    async def _judged(self, runner: CodeRunner, problem: CodeProblem, text: str) -> Verdict:
-        for _ in range(_TRIES - 1):
-            with contextlib.suppress(ContentMissing):
-                return await _Judged(runner, problem, self._rules, self._deadline_s).verdict(text)
-        return await _Judged(runner, problem, self._rules, self._deadline_s).verdict(text)
 
 
 class _LazyRunner:
@@ -226,7 +215,14 @@ class _Judged:
                 reason = reason or (failure and f"test {number} of {len(tests)}: {failure}")
             if reason and self._rules.scoring is Scoring.ALL:
                 return wrong(reason)
-        return _scored(shares, reason, self._rules.scoring)
+        passed = sum(share == 1.0 for share in shares)
+        right = passed == len(shares)
+        reward = sum(shares) / len(shares) if self._rules.scoring is Scoring.SHARE else float(right)
+        return Verdict(
+            outcome=Outcome.CORRECT if right else graded(reward, math.inf),
+            reward=reward,
+            reason=f"{passed} of {len(shares)} tests passed{'; ' + reason if reason else ''}",
+        )
 
     async def _tested(self, program: Program, test: CodeTest) -> tuple[float, str]:
         """Run one test; return the share of its points, and, if the share is below 1, the reason."""
@@ -272,17 +268,6 @@ class _Judged:
         return executed
 
 
-def _scored(shares: list[float], reason: str, scoring: Scoring) -> Verdict:
-    passed = sum(share == 1.0 for share in shares)
-    right = passed == len(shares)
-    reward = sum(shares) / len(shares) if scoring is Scoring.SHARE else float(right)
-    return Verdict(
-        outcome=Outcome.CORRECT if right else graded(reward, math.inf),
-        reward=reward,
-        reason=f"{passed} of {len(shares)} tests passed{'; ' + reason if reason else ''}",
-    )
-
-
 #: Maximum number of characters of a result for the model; longer results are cut in the middle.
 _MOST_SHOWN: Final = 4000
 _OUTPUT_BYTES: Final = 64 << 10
@@ -315,8 +300,14 @@ class PythonTool:
     async def call(self, text: str) -> tuple[str, bool]:
         """Run `text`; return the text for the model, and whether it failed. Raises `SandboxMissing`, `SandboxLost`."""
         runner = await self._opened()
-        executed = await runner.run(Program("python", text.encode("utf-8", "replace")), b"", self._limits)
-        return _shown(executed.result), not executed.result.succeeded
+        result = (await runner.run(Program("python", text.encode("utf-8", "replace")), b"", self._limits)).result
+        parts = [result.stdout.decode("utf-8", "replace").rstrip()]
+        if not result.succeeded:
+            parts += [result.stderr.decode("utf-8", "replace").rstrip(), f"[{result.describe()}]"]
+        shown, half = "\n".join(part for part in parts if part) or _SILENT, _MOST_SHOWN // 2
+        if (left_out := len(shown) - _MOST_SHOWN) > 0:
+            shown = f"{shown[:half]}\n[{left_out} characters left out]\n{shown[-half:]}"
+        return shown, not result.succeeded
 
     async def close(self) -> None:
         await self._sandbox.close()
@@ -326,16 +317,3 @@ class PythonTool:
             return await self._sandbox.opened(0.0)
         except SandboxMissing as error:
             raise SandboxMissing(f"the python tool needs a sandbox: {error}") from None
-
-
-def _shown(result: ProgramResult) -> str:
-    """Return the program's output, and after a failure its errors and how it ended, cut to `_MOST_SHOWN` characters."""
-    parts = [result.stdout.decode("utf-8", "replace").rstrip()]
-    if not result.succeeded:
-        parts += [result.stderr.decode("utf-8", "replace").rstrip(), f"[{result.describe()}]"]
-    text = "\n".join(part for part in parts if part) or _SILENT
-    left_out = len(text) - _MOST_SHOWN
-    if left_out <= 0:
-        return text
-    half = _MOST_SHOWN // 2
-    return f"{text[:half]}\n[{left_out} characters left out]\n{text[-half:]}"

@@ -5,16 +5,21 @@ import os
 import signal
 import subprocess
 import sys
-from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from pipelinerl.plugins.oubliette import control_groups, toolchains
-from pipelinerl.plugins.oubliette.control_groups import ControlGroup, Hierarchies, Weight, available, find
-from pipelinerl.plugins.oubliette.runs import Ending, Limits, SandboxLost, Tier
+from pipelinerl.plugins.oubliette.control_groups import (
+    FULL_WEIGHT,
+    LOW_WEIGHT,
+    ControlGroup,
+    Hierarchies,
+    available,
+    find,
+)
+from pipelinerl.plugins.oubliette.runs import Ending, Limits, Tier
 from pipelinerl.plugins.oubliette.sandbox import Sandbox, isolation_of
-from pipelinerl.plugins.oubliette.slot import Slot
 from tests.patience import PATIENCE_S, wait_until
 
 V1 = """\
@@ -58,7 +63,7 @@ def test_limits_and_statistics_of_version_two_control_groups_are_written_and_rea
     (folder / "memory.events").write_text("low 0\nhigh 0\nmax 7\noom 5\noom_kill 3\noom_group_kill 9\n")
     (folder / "cpu.stat").write_text("usage_usec 1250000\nuser_usec 1000000\nsystem_usec 250000\n")
     group.limit(64 << 20)
-    group.weigh(Weight.BEHIND_OTHERS)
+    group.weigh(LOW_WEIGHT)
     assert (folder / "memory.max").read_text() == f"{64 << 20}"
     assert (folder / "cpu.weight").read_text() == "25"
     assert (group.oom_kills(), group.cpu_s()) == (3, 1.25)
@@ -152,40 +157,20 @@ def weighed(where, sandbox):
     yield shares
 
 
-def test_sandboxed_program_that_uses_much_cpu_time_gets_a_lower_cpu_share(weighed):
+def test_sandboxed_program_that_uses_much_cpu_time_has_a_lower_cpu_share_until_it_ends(weighed):
     alone = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1, slots_each=1)
     try:
-        assert alone.run(toolchains.find("python").running(b"print(1)", b"", Limits())).stdout == b"1\n"
-        (place,) = alone._places
-        assert weighed(place.slot._group) == Weight.FULL.value
-        limits = Limits(cpu_s=3600, wall_s=3600)
-        endless = alone.submit(toolchains.find("python").running(b"while True: pass", b"", limits))
-        behind = Weight.BEHIND_OTHERS.value
-        wait_until(lambda: weighed(place.slot._group) == behind, "the program has a lower CPU share")
-        assert not endless.done()
+        short = toolchains.find("python").running(b"print(1)", b"", Limits())
+        assert alone.run(short).stdout == b"1\n"
+        group = alone._places[0].slot.group.group
+        assert weighed(group) == FULL_WEIGHT
+        endless = toolchains.find("python").running(b"while True: pass", b"", Limits(cpu_s=1, wall_s=3600))
+        ending = alone.submit(endless)
+        wait_until(lambda: weighed(group) == LOW_WEIGHT, "the program has a lower CPU share")
+        assert ending.result(PATIENCE_S).ending is Ending.CPU_TIME
+        assert alone.run(short).stdout == b"1\n" and weighed(group) == FULL_WEIGHT
     finally:
         alone.close()
-    with pytest.raises((SandboxLost, CancelledError)):
-        endless.result(PATIENCE_S)
-
-
-def test_program_after_a_cpu_heavy_one_in_the_same_sandbox_worker_gets_the_full_cpu_share(weighed, monkeypatch):
-    monkeypatch.setattr("pipelinerl.plugins.oubliette.slot._GREEDY_CPU_S", 0.0)
-    slot, python = Slot(isolation_of(Tier.DEFAULT, 0)), toolchains.find("python")
-    with ThreadPoolExecutor(1) as thread:  # one thread throughout, since a guest ends with the thread that started it
-        try:
-            asleep = thread.submit(slot.run, python.running(b"import time\ntime.sleep(3600)", b"", Limits(wall_s=3600)))
-            wait_until(lambda: slot.began is not None, "the program runs")
-            assert slot.goes_behind() and weighed(slot._group) == Weight.BEHIND_OTHERS.value
-            slot.interrupt()
-            with pytest.raises(SandboxLost):
-                asleep.result(PATIENCE_S)
-            assert not slot.goes_behind(), "nothing runs"
-            assert thread.submit(slot.run, python.running(b"print(1)", b"", Limits())).result(PATIENCE_S).succeeded
-            assert weighed(slot._group) == Weight.FULL.value
-        finally:
-            slot.interrupt()
-            thread.submit(slot.close).result(PATIENCE_S)
 
 
 @pytest.mark.usefixtures("where")
@@ -194,7 +179,8 @@ def test_sandboxed_program_that_the_kernel_kills_for_lack_of_memory_counts_as_ov
     source = b"open('/tmp/f', 'wb').write(b'x' * (40 << 20))\nx = b'x' * (60 << 20)\nprint(len(x))"
     run = toolchains.find("python").running(source, b"", Limits(memory_bytes=100 << 20, disk_bytes=64 << 20))
     assert alone.run(run).succeeded
-    monkeypatch.setattr("pipelinerl.plugins.oubliette.slot._SERVER_BYTES", -(110 << 20))
+    limit = ControlGroup.limit
+    monkeypatch.setattr(ControlGroup, "limit", lambda group, size: limit(group, size - (174 << 20)))
     assert alone.run(run).ending is Ending.MEMORY
     monkeypatch.undo()
     assert alone.run(run).succeeded, "the next run works again"

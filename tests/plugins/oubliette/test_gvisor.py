@@ -72,7 +72,7 @@ def test_programs_run_in_gvisor_and_leave_no_processes_or_control_groups(alone):
     result = alone.run(Run(argv=("/tmp/program",), files=(("program", b"no elf"),), limits=limits))
     assert (result.ending, result.code) == (Ending.EXITED, 126)
     (place,) = alone._places
-    group = place.slot._group
+    group = place.slot.group.group
     assert group is not None and group.processes() == []
     alone.close()
     assert not [folder for folder in group._groups if folder.exists()]

@@ -71,7 +71,7 @@ def _enter(request: RunRequest, files: list[int]) -> bytes:
     isolation.take(request.entering)
     for path, file in zip(request.paths, files[3:], strict=False):
         _copy(file, os.open(path, _NEW_FILE, 0o700))
-    source = _content(files[3]) if request.python else b""
+    source = os.pread(files[3], os.lseek(files[3], 0, os.SEEK_END), 0) if request.python else b""
     for number, file in enumerate(files[:3]):
         os.dup2(file, number)
     isolation.take(request.shutting)
@@ -102,10 +102,6 @@ def be_ready() -> None:
     _be_ready_for_a_program()
 
 
-def _content(file: int) -> bytes:
-    return os.pread(file, os.lseek(file, 0, os.SEEK_END), 0)
-
-
 def _be_python(source: bytes, name: str, arguments: list[str]) -> int:
     """Run a program as `python name` would, in this interpreter; return its exit status."""
     gc.enable()
@@ -115,7 +111,11 @@ def _be_python(source: bytes, name: str, arguments: list[str]) -> int:
     try:
         exec(compile(source, name, "exec", dont_inherit=True), vars(sys.modules["__main__"]))
     except SystemExit as ending:
-        code = _exit_code(ending)
+        if ending.code is None or isinstance(ending.code, int):
+            code = (ending.code or 0) & 0xFF
+        else:
+            code = 1
+            print(ending.code, file=sys.stderr)
     except BaseException as error:
         code = 1
         trace = error.__traceback__ and error.__traceback__.tb_next  # omit the frame of this file
@@ -214,15 +214,6 @@ def _text(number: int, mode: Literal["rb", "wb"], errors: str) -> io.TextIOWrapp
     return io.TextIOWrapper(stream, encoding="utf-8", errors=errors)
 
 
-def _exit_code(ending: SystemExit) -> int:
-    if ending.code is None:
-        return 0
-    if isinstance(ending.code, int):
-        return ending.code & 0xFF
-    print(ending.code, file=sys.stderr)
-    return 1
-
-
 def _finished(code: int) -> int:
     try:
         if "threading" in sys.modules:
@@ -231,8 +222,8 @@ def _finished(code: int) -> int:
         sys.stdout.flush()
     except BaseException:
         code = code or 120
-    try:
+    try:  # noqa: SIM105 - a context manager would cost each run some pages
         sys.stderr.flush()
     except BaseException:
-        return code
+        pass
     return code

@@ -84,16 +84,24 @@ class RemoteRunner:
         url = url.rstrip("/")
         client = ServiceClient("an Oubliette service", token=token, patience=patience)
         try:
-            status = await _status(client, url)
+            if urlsplit(url).scheme not in ("http", "https"):
+                raise UserError(f"oubliette.url must be http://host:port, got {url!r:.200}")
+            status = await client.get(url + wire.STATUS, wire.OublietteStatus, most_bytes=1 << 20)
             if status.protocol != wire.PROTOCOL:
                 problem = f"speaks protocol {status.protocol}, this is {wire.PROTOCOL}: use one version of pipelinerl"
                 raise SandboxMissing(f"the Oubliette service at {url} {problem}")
             if status.tier.strength < tier.strength:
                 raise SandboxMissing(f"the {tier} sandbox is required; {url} has the {status.tier} one")
-        except BaseException:
+            return cls(client, url, status)
+        except BaseException as error:
             await client.close()
+            if isinstance(error, RequestRejected) and error.status == 401:
+                raise SandboxMissing(f"{url} rejects the token: {error}") from None
+            if isinstance(error, ServiceMalformed):
+                raise SandboxMissing(str(error)) from None
+            if isinstance(error, RequestRejected | ServiceFailed | ServiceFull):
+                raise SandboxLost(str(error)) from None
             raise
-        return cls(client, url, status)
 
     async def compile(self, language: str, source: str, *, wall_s: float) -> Program | ProgramResult:
         """Compile at the service, which stores the program. A Python program needs no compiling, so nothing is sent."""
@@ -314,18 +322,3 @@ def _named(content: Content, contents: dict[Link, bytes]) -> str:
 def _fail(item: _PendingWork, error: Exception) -> None:
     if not item.done.done():
         item.done.set_exception(error)
-
-
-async def _status(client: ServiceClient, url: str) -> wire.OublietteStatus:
-    if urlsplit(url).scheme not in ("http", "https"):
-        raise UserError(f"oubliette.url must be http://host:port, got {url!r:.200}")
-    try:
-        return await client.get(url + wire.STATUS, wire.OublietteStatus, most_bytes=1 << 20)
-    except RequestRejected as error:
-        if error.status == 401:
-            raise SandboxMissing(f"{url} rejects the token: {error}") from None
-        raise SandboxLost(str(error)) from None
-    except ServiceMalformed as error:
-        raise SandboxMissing(str(error)) from None
-    except (ServiceFailed, ServiceFull) as error:
-        raise SandboxLost(str(error)) from None

@@ -52,6 +52,17 @@ _MOST: Final = Limits(
     cpu_s=600.0, wall_s=1300.0, memory_bytes=16 << 30, output_bytes=64 << 20, error_bytes=64 << 10,
     disk_bytes=1 << 30, inodes=1 << 16, processes=256, open_files=1024,
 )  # fmt: skip
+_BOUNDED: Final = ("cpu_s", "wall_s", "memory_bytes", "output_bytes", "error_bytes", "disk_bytes", "inodes",
+                   "processes", "open_files")  # fmt: skip
+#: The cause that a client is told for each exception; a `ValueError` means an invalid link.
+_CAUSES: Final[dict[type[Exception], str]] = {
+    CheckerFailed: wire.CHECKER,
+    ToolchainMissing: wire.NO_TOOLCHAIN,
+    ContentMissing: wire.NO_CONTENT,
+    ValueError: wire.NO_CONTENT,
+    SandboxLost: wire.LOST,
+    OSError: wire.LOST,
+}
 
 
 class OublietteService:
@@ -115,23 +126,32 @@ class OublietteService:
     async def _one(self, work: wire.Work) -> wire.Done:
         try:
             return await self._tried(work)
-        except CheckerFailed as error:
-            return _not_done(wire.CHECKER, error)
-        except ToolchainMissing as error:
-            return _not_done(wire.NO_TOOLCHAIN, error)
-        except (ContentMissing, ValueError) as error:  # a ValueError means an invalid link
-            return _not_done(wire.NO_CONTENT, error)
-        except (SandboxLost, OSError) as error:
-            return _not_done(wire.LOST, error)
+        except (*_CAUSES,) as error:
+            cause = next(cause for kind, cause in _CAUSES.items() if isinstance(error, kind))
+            return wire.NotDone(cause=cause, why=str(error)[: wire.MOST_SHOWN])
 
     async def _tried(self, work: wire.Work) -> wire.Done:
         match work:
             case wire.RunWork():
                 program = Program(work.language, Link.parsed(work.program))
-                executed = await self._runner.run(program, Link.parsed(work.input), _bounded(work.limits))
+                most = {name: getattr(_MOST, name) for name in _BOUNDED}
+                bounded = {name: min(max(getattr(work.limits, name), 0), most[name]) for name in _BOUNDED}
+                limits = replace(work.limits, **bounded)
+                executed = await self._runner.run(program, Link.parsed(work.input), limits)
                 return _ended(executed.result, str(executed.output))
             case wire.CheckWork():
-                return wire.Checked(share=await self._runner.check(self._check(work)))
+                if (work.how is None) == (work.checker is None):
+                    raise CheckerFailed("a check must have either how or checker")
+                checker = work.how if work.checker is None else self._checker(work.checker)
+                assert checker is not None, "one of both is there"
+                check = Check(
+                    checker=checker,
+                    tolerance=work.tolerance,
+                    input=Link.parsed(work.input),
+                    output=Link.parsed(work.output),
+                    answer=Link.parsed(work.answer),
+                )
+                return wire.Checked(share=await self._runner.check(check))
             case wire.CompileWork():
                 source = self._read(work.source).decode("utf-8", "surrogatepass")
                 compiled = await self._runner.compile(work.language, source, wall_s=work.wall_s)
@@ -142,19 +162,6 @@ class OublietteService:
             case wire.CompileChecker():
                 program_of = await self._runner.checker(self._checker(work.checker))
                 return wire.Compiled(program=str(await asyncio.to_thread(self._persistent.put, program_of)))
-
-    def _check(self, work: wire.CheckWork) -> Check:
-        if (work.how is None) == (work.checker is None):
-            raise CheckerFailed("a check must have either how or checker")
-        checker = work.how if work.checker is None else self._checker(work.checker)
-        assert checker is not None, "one of both is there"
-        return Check(
-            checker=checker,
-            tolerance=work.tolerance,
-            input=Link.parsed(work.input),
-            output=Link.parsed(work.output),
-            answer=Link.parsed(work.answer),
-        )
 
     def _checker(self, checker: wire.CheckerProgram) -> CustomChecker:
         files = []
@@ -176,16 +183,6 @@ class OublietteService:
     def _read(self, text: str) -> bytes:
         link = Link.parsed(text)
         return self._transient.get(link) if link in self._transient else self._persistent.get(link)
-
-
-def _bounded(limits: Limits) -> Limits:
-    names = ("cpu_s", "wall_s", "memory_bytes", "output_bytes", "error_bytes", "disk_bytes", "inodes", "processes",
-             "open_files")  # fmt: skip
-    return replace(limits, **{name: min(max(getattr(limits, name), 0), getattr(_MOST, name)) for name in names})
-
-
-def _not_done(cause: str, error: Exception) -> wire.NotDone:
-    return wire.NotDone(cause=cause, why=str(error)[: wire.MOST_SHOWN])
 
 
 def _ended(result: ProgramResult, output: str) -> wire.Ended:

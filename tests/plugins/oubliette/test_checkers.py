@@ -67,39 +67,31 @@ def checker(protocol):
     return CustomChecker(language="python", source="", protocol=protocol)
 
 
-@pytest.mark.parametrize(
-    ("program_result", "share"),
-    [
-        (result(0), 1.0), (result(1), 0.0), (result(2), 0.0), (result(8), 0.0),
-        (result(7, stderr=b"points 0.25 good"), 0.25), (result(7, stderr=b"partially correct (0.5)"), 0.5),
-        (result(1, stderr=b"Traceback (most recent call last):\n x"), None), (result(3), None), (result(7), None),
-        (result(0, stderr=b"it wrote 'Traceback (most recent call last):'"), 1.0),
-        (result(-11, ending=Ending.SIGNALLED), None),
-        (result(0, ending=Ending.DEADLINE), None), (result(0, ending=Ending.STARVED), None),
-    ],
-)  # fmt: skip
-def test_exit_status_of_a_testlib_checker_is_translated_to_a_score_or_a_failure(program_result, share):
-    _assert_share(checker(Protocol.TESTLIB), program_result, share)
+TESTLIB = [
+    (result(0), 1.0), (result(1), 0.0), (result(2), 0.0), (result(8), 0.0),
+    (result(7, stderr=b"points 0.25 good"), 0.25), (result(7, stderr=b"partially correct (0.5)"), 0.5),
+    (result(1, stderr=b"Traceback (most recent call last):\n x"), None), (result(3), None), (result(7), None),
+    (result(0, stderr=b"it wrote 'Traceback (most recent call last):'"), 1.0),
+    (result(-11, ending=Ending.SIGNALLED), None),
+    (result(0, ending=Ending.DEADLINE), None), (result(0, ending=Ending.STARVED), None),
+]  # fmt: skip
+PRINTED = [
+    (result(stdout=b"1\n"), 1.0), (result(stdout=b"0"), 0.0), (result(stdout=b"0.5\n"), 0.5),
+    (result(stdout=b"2"), None), (result(stdout=b"-1"), None), (result(stdout=b"nan"), None),
+    (result(stdout=b"1\n1"), None), (result(stdout=b""), None), (result(1, stdout=b"1"), None),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("program_result", "share"),
-    [
-        (result(stdout=b"1\n"), 1.0), (result(stdout=b"0"), 0.0), (result(stdout=b"0.5\n"), 0.5),
-        (result(stdout=b"2"), None), (result(stdout=b"-1"), None), (result(stdout=b"nan"), None),
-        (result(stdout=b"1\n1"), None), (result(stdout=b""), None), (result(1, stdout=b"1"), None),
-    ],
-)  # fmt: skip
-def test_number_that_a_checker_prints_is_translated_to_a_score_or_a_failure(program_result, share):
-    _assert_share(checker(Protocol.PRINTED), program_result, share)
-
-
-def _assert_share(custom, program_result, share):
+    ("protocol", "program_result", "share"),
+    [*((Protocol.TESTLIB, *case) for case in TESTLIB), *((Protocol.PRINTED, *case) for case in PRINTED)],
+)
+def test_result_of_a_checker_program_is_translated_to_a_score_or_a_failure(protocol, program_result, share):
     if share is None:
         with pytest.raises(CheckerFailed):
-            custom.share(program_result)
+            checker(protocol).share(program_result)
     else:
-        assert custom.share(program_result) == share
+        assert checker(protocol).share(program_result) == share
 
 
 def test_checker_gets_its_file_arguments_in_the_order_of_its_protocol():

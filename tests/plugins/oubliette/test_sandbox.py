@@ -71,6 +71,11 @@ def test_sandboxed_program_of_each_language_reads_its_input_and_writes_output(sa
         ("import os\nprint('LD_BIND_NOW' in os.environ)", b"False\n", 0),
         ("class A: pass\nimport __main__\nprint(__main__.A is A)", b"True\n", 0),
         ("print('é', '\\udcff'.encode('utf-8', 'surrogateescape'))", "é b'\\xff'\n".encode(), 0),
+        *(
+            (f"import sys\nsys.stderr.write('OSError: guest')\nsys.exit({code})", b"", code)
+            for code in (125, 126, 127, 255)
+        ),
+        ("print(len(str(10**5000)))", b"5001\n", 0),
         ("open('f', 'w').write('x')\nprint(open('/tmp/f').read())", b"x\n", 0),
         ("import multiprocessing.dummy as m\nprint(sum(m.Pool(2).map(abs, [-1, -2])))", b"3\n", 0),
     ],
@@ -92,10 +97,7 @@ def test_result_of_a_sandboxed_run_names_the_limit_that_it_exceeded(sandbox):
     assert ended(sandbox, "while True: print('x' * 1000)", output_bytes=5000).ending is Ending.OUTPUT
     forks = "import os, time\nfor _ in range(4):\n    if os.fork() == 0: break\nx = b'x' * (40 << 20)\ntime.sleep(3600)"
     assert ended(sandbox, forks, memory_bytes=100 << 20).ending is Ending.MEMORY
-    assert (
-        ended(sandbox, "import os\nos.kill(os.getpid(), 11)\nimport ctypes\nctypes.string_at(0)").ending
-        is Ending.SIGNALLED
-    )
+    assert ended(sandbox, "import ctypes\nctypes.string_at(0)").ending is Ending.SIGNALLED
 
 
 def test_output_of_a_sandboxed_program_is_kept_up_to_its_limit_plus_one_byte(sandbox):
@@ -103,11 +105,6 @@ def test_output_of_a_sandboxed_program_is_kept_up_to_its_limit_plus_one_byte(san
     result = ended(sandbox, "print('x' * 100, end='')", output_bytes=99)
     assert (len(result.stdout), result.ending) == (100, Ending.OUTPUT)
     assert len(ended(sandbox, "import sys\nsys.stderr.write('x' * 5000)", error_bytes=1000).stderr) == 1001
-
-
-def test_exit_status_and_output_of_a_program_are_not_mistaken_for_those_of_its_sandbox(sandbox):
-    for code in (1, 2, 125, 126, 127, 255):
-        assert ended(sandbox, f"import sys\nsys.stderr.write('OSError: guest')\nsys.exit({code})").code == code
 
 
 def test_executable_that_cannot_be_run_in_the_sandbox_counts_as_a_failure_of_the_program(sandbox):
@@ -238,10 +235,6 @@ def test_long_programs_do_not_block_other_programs_in_the_sandbox(alone):
     endless = [alone.submit(python("while True: pass")) for _ in range(3)]
     assert alone.submit(python("print(1)")).result(PATIENCE_S).stdout == b"1\n"
     assert not any(each.done() for each in endless)
-    alone.close()
-    for each in endless:
-        with pytest.raises((SandboxLost, CancelledError)):
-            each.result(PATIENCE_S)
 
 
 def test_programs_in_the_bin_folder_of_the_home_are_not_used_because_guests_would_see_the_home(tmp_path, monkeypatch):

@@ -68,12 +68,6 @@ async def test_correct_and_wrong_programs_are_judged_correct_and_wrong(oubliette
     assert "does not compile" in verdict.reason
 
 
-async def test_program_may_print_integers_of_any_length(oubliette):
-    tests = [{"input": "", "output": "1" + "0" * 5000}]
-    assert (await judged(oubliette, "print(10**5000)", tests=tests)).outcome is Outcome.CORRECT
-    assert (await judged(oubliette, "print(len(str(10**5000)) and 10**5001)", tests=tests)).outcome is Outcome.WRONG
-
-
 async def test_answer_without_a_program_is_wrong_with_a_reason(oubliette):
     assert "no closed fenced block" in (await oubliette.verify(problem(), RIGHT)).reason
     verdict = await judged(oubliette, "puts 1", "ruby")
@@ -91,17 +85,6 @@ async def test_program_over_its_limit_is_judged_wrong_but_a_missed_verifier_dead
         assert (verdict.outcome, verdict.reason) == (Outcome.TIMEOUT, "no judgement within 2 s")
     finally:
         await hurried.close()
-
-
-async def test_reward_of_a_program_can_be_the_share_of_tests_passed(sandbox):
-    verifier = Oubliette(OublietteSection(scoring=Scoring.SHARE, time_limit_s=PATIENCE_S), deadline_s=PATIENCE_S)
-    try:
-        verdict = await judged(verifier, HALF)
-        assert (verdict.outcome, verdict.reward) == (Outcome.PARTIAL, 0.5)
-        assert verdict.reason.startswith("3 of 6 tests passed; test 4 of 6: ")
-        assert (await judged(verifier, RIGHT)).outcome is Outcome.CORRECT
-    finally:
-        await verifier.close()
 
 
 CHECKER = """
@@ -137,16 +120,8 @@ sys.exit(0 if right or PRINTED else 1)
 
 
 @pytest.mark.parametrize("protocol", ["testlib", "printed"])
-@pytest.mark.parametrize(
-    "crash",
-    [
-        "import sys\nsys.stdout.buffer.write(b'\\xff\\xfe')",
-        "import sys\nsys.stdout.buffer.write(b'\\xed\\xa0\\x80')",
-    ],
-)
-async def test_output_that_crashes_a_checker_is_wrong_if_the_checker_accepts_the_reference_output(
-    oubliette, protocol, crash
-):
+async def test_output_that_crashes_a_checker_is_wrong_if_the_checker_accepts_the_reference_output(oubliette, protocol):
+    crash = "import sys\nsys.stdout.buffer.write(b'\\xff\\xfe')"
     source = TEXT_CHECKER.replace("PRINTED", str(protocol == "printed"))
     checker = {"language": "python", "source": source, "protocol": protocol}
     assert (await judged(oubliette, RIGHT, checker=checker)).outcome is Outcome.CORRECT
@@ -200,7 +175,7 @@ async def test_cancelled_judgements_do_not_block_later_judgements(oubliette):
     assert (await judged(oubliette, RIGHT)).outcome is Outcome.CORRECT
 
 
-async def test_code_domain_of_a_recipe_is_judged_by_the_sandbox(sandbox):
+async def test_code_domain_of_a_recipe_is_judged_by_the_share_of_tests_passed(sandbox):
     domain = DomainSection(
         name="code",
         source="files",
@@ -215,6 +190,8 @@ async def test_code_domain_of_a_recipe_is_judged_by_the_sandbox(sandbox):
     finally:
         await verifier.close()
     assert [judgement.verdict.reward for judgement in judgements] == [1.0, 0.5, 0.0]
+    half = judgements[1].verdict
+    assert half.outcome is Outcome.PARTIAL and half.reason.startswith("3 of 6 tests passed; test 4 of 6: ")
 
 
 @final
@@ -313,10 +290,7 @@ async def test_calls_of_the_python_tool_share_no_state(tool):
     assert await tool.call("pass") == ("(the program printed nothing)", False)
     shown, _ = await tool.call("print('a' * 9000)")
     assert len(shown) < 4100 and "[5000 characters left out]" in shown
-
-
-async def test_time_limit_of_the_domain_applies_to_calls_of_the_python_tool(tool):
-    assert "processor time" in (await tool.call("while True: pass"))[0]
+    assert "processor time" in (await tool.call("while True: pass"))[0], "the domain's limit"
 
 
 async def test_python_tool_without_a_sandbox_fails_at_start_and_names_the_cause(monkeypatch):

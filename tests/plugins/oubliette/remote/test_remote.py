@@ -33,6 +33,7 @@ HASTY = ServicePatience(grace_s=0.0, silence_s=SOON_S, timeout_s=PATIENCE_S)
 LIMITS = Limits(cpu_s=PATIENCE_S, wall_s=PATIENCE_S)
 DOUBLES = [{"input": f"{n}\n", "output": f"{2 * n}\n"} for n in range(4)]
 RIGHT = "print(2 * int(input()))"
+IN_C = '#include <stdio.h>\nint main(void) { int n; return scanf("%d", &n) != 1 || printf("%d", 2 * n) < 0; }'
 
 
 @dataclass(slots=True)
@@ -107,21 +108,16 @@ async def judged(verifier, code, language="python", **metadata):
     return await verifier.verify(problem, f"```{language}\n{code}\n```")
 
 
-async def test_remote_sandbox_gives_the_same_verdicts_as_a_local_sandbox_and_names_its_isolation_tier(
-    verifier,
-):
-    verdict = await judged(verifier, RIGHT)
-    assert (verdict.outcome, verdict.reward) == (Outcome.CORRECT, 1.0)
-    assert verdict.reason == "4 of 4 tests passed [remote default sandbox]"
-    c = '#include <stdio.h>\nint main(void) { int n; return scanf("%d", &n) != 1 || printf("%d", 2 * n) < 0; }'
-    assert (await judged(verifier, c, "c")).outcome is Outcome.CORRECT
-    for code, language, reason in (
-        ("print(1 + int(input()))", "python", "test 1 of 4: wrote b'1\\n'"),
-        ("1/0", "python", "ZeroDivisionError: division by zero"),
-        ("int main(void) { return }", "c", "does not compile"),
+async def test_remote_sandbox_gives_the_same_verdicts_as_a_local_sandbox_and_names_its_isolation_tier(verifier):
+    for code, language, outcome, reason in (
+        (RIGHT, "python", Outcome.CORRECT, "4 of 4 tests passed [remote default sandbox]"),
+        (IN_C, "c", Outcome.CORRECT, "4 of 4 tests passed"),
+        ("print(1 + int(input()))", "python", Outcome.WRONG, "test 1 of 4: wrote b'1\\n'"),
+        ("1/0", "python", Outcome.WRONG, "ZeroDivisionError: division by zero"),
+        ("int main(void) { return }", "c", Outcome.WRONG, "does not compile"),
     ):
         verdict = await judged(verifier, code, language)
-        assert (verdict.outcome, verdict.reward) == (Outcome.WRONG, 0.0)
+        assert (verdict.outcome, verdict.reward) == (outcome, float(outcome is Outcome.CORRECT))
         assert reason in verdict.reason
 
 
@@ -143,9 +139,7 @@ async def test_requests_to_the_remote_sandbox_link_to_uploaded_test_cases_instea
     assert "upload it" in verdict.reason
 
 
-async def test_concurrent_runs_in_the_remote_sandbox_share_one_request_and_get_their_own_outputs(
-    served,
-):
+async def test_concurrent_runs_in_the_remote_sandbox_share_one_request_and_get_their_own_outputs(served):
     async with runner_at(served.url) as runner:
         served.bodies.clear()
         program = Program("python", b"print(int(input()) ** 2)")
@@ -310,18 +304,14 @@ async def test_sandbox_service_rejects_invalid_requests(served):
             assert (await stranger.request(method, path)).status_code == 401
 
 
-def test_linked_test_cases_are_read_from_the_repository_that_the_recipe_names(sandbox, tmp_path):
+async def test_linked_test_cases_are_read_from_the_repository_that_the_recipe_names(sandbox, tmp_path):
     repository = PersistentRepository(tmp_path)
     test = {"input": {"link": str(repository.put(b"21\n"))}, "output": {"link": str(repository.put(b"42\n"))}}
-
-    async def verdict(folder):
-        verifier = Oubliette(
-            OublietteSection(time_limit_s=PATIENCE_S, repository=folder), deadline_s=PATIENCE_S, workers=1
-        )
-        try:
-            return await judged(verifier, RIGHT, tests=[test])
-        finally:
-            await verifier.close()
-
-    assert asyncio.run(verdict(str(tmp_path))).reason == "1 of 1 tests passed [default sandbox]"
-    assert "set oubliette.repository to its folder" in asyncio.run(verdict("")).reason
+    for folder, reason in (
+        (str(tmp_path), "1 of 1 tests passed [default sandbox]"),
+        ("", "set oubliette.repository to its folder"),
+    ):
+        rules = OublietteSection(time_limit_s=PATIENCE_S, repository=folder)
+        verifier = Oubliette(rules, deadline_s=PATIENCE_S, workers=1)
+        assert reason in (await judged(verifier, RIGHT, tests=[test])).reason
+        await verifier.close()

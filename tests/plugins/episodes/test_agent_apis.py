@@ -283,27 +283,6 @@ async def test_turn_of_a_client_that_leaves_in_mid_stream_is_cancelled_and_not_r
         assert [turn.number for turn in episode.episode.turns] == [0]
 
 
-async def test_events_of_the_messages_api_come_in_its_order():
-    kinds = []
-    async with opened(ScriptedModel(ANSWERS)) as episode:
-        tools = [{"name": "look", "input_schema": SCHEMA}]
-        await events(
-            f"{episode.base_url()}/messages",
-            STREAMS["/messages"] | {"tools": tools},
-            lambda event: kinds.append(
-                event.get("content_block", event.get("delta", event)).get("type", event["type"])
-            ),
-        )
-    once = [kind for at, kind in enumerate(kinds) if at == 0 or kinds[at - 1] != kind]
-    block = "content_block_stop"
-    assert once == [
-        "message_start",
-        *("thinking", "thinking_delta", "signature_delta", block),
-        *("text", "text_delta", block, "tool_use", "input_json_delta", block),
-        *("message_delta", "message_stop"),
-    ]
-
-
 async def test_events_of_the_responses_api_come_in_its_order_with_matching_items():
     seen = []
     async with opened(ScriptedModel(ANSWERS)) as episode:

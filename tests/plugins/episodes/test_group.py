@@ -3,7 +3,6 @@
 import asyncio
 import sys
 from contextlib import asynccontextmanager
-from typing import final
 
 import pytest
 
@@ -15,6 +14,7 @@ from pipelinerl.plugins.episodes.environment import Task
 from pipelinerl.plugins.episodes.group import EpisodeDomain, Episodes
 from pipelinerl.plugins.episodes.host_pool import EpisodeEnd, EpisodeHosts
 from pipelinerl.plugins.episodes.opening import places_of
+from pipelinerl.plugins.episodes.tool_loop import OneRequest
 from pipelinerl.types import ROOT, Outcome
 from pipelinerl.verifiers.verifier import PerAnswerVerifier, correct, wrong
 from pipelinerl.verifiers.worker_pool import num_cores
@@ -110,14 +110,6 @@ class Game:
         self.turns += 1
         return {"role": "user", "content": "go on"}, 0.5, self.turns == 2
 
-class Texts:
-    def reset(self, task, seed):
-        self.turns = 0
-        return "begin"
-    def step(self, answer):
-        self.turns += 1
-        return "again", 1, self.turns == 2
-
 async def asks_by_url(task, client):
     body = json.dumps({"messages": list(task.messages)}).encode()
     url, headers = client.base_url + "/chat/completions", {"content-type": "application/json"}
@@ -141,33 +133,46 @@ class IsB:
 
 
 @asynccontextmanager
-async def episodes(path, name, sampler, *, verifier=None, timeout_s=60.0, max_turns=4):
-    file = path / "game.py"
-    file.write_text(CODE)
-    hosts = EpisodeHosts(f"{file}:{name}")
-    limits = EpisodeSection(max_turns=max_turns, timeout_s=timeout_s)
-    domain = EpisodeDomain(player=hosts, limits=limits, verifier=verifier, correct_at=1.0)
+async def episodes(player, sampler, *, verifier=None, places=None, **limits):
+    """Serve the maker of episodes that the player plays: a player, or the path and name of user code."""
+    if isinstance(player, tuple):
+        file = player[0] / "game.py"
+        file.write_text(CODE)
+        player = EpisodeHosts(f"{file}:{player[1]}")
+    section = EpisodeSection(**{"max_turns": 4, "timeout_s": PATIENCE_S} | limits)
+    domain = EpisodeDomain(player=player, limits=section, verifier=verifier, correct_at=1.0, places=places)
     maker = Episodes(sampler, {"talk": domain}, attempts=2)
     async with asyncio.timeout(PATIENCE_S), maker.serve():
         try:
             yield maker
         finally:
-            await hosts.close()
+            await player.close()
 
 
-async def played(path, name, *, samples=1, **options):
-    async with episodes(path, name, TalkingSampler(second_is_right), **options) as maker:
-        return await maker.make(order(samples=samples), GroupProgress())
+async def played(path, name, *, samples=1, begun=lambda: None, **options):
+    async with episodes((path, name), TalkingSampler(second_is_right), **options) as maker:
+        return await maker.make(order(samples=samples), GroupProgress(begun))
+
+
+async def played_by_script(path, script, sampler, **limits):
+    """Play an episode by a program that calls the model, judged by `IsB`; return its outcome."""
+    (path / "agent.py").write_text(f"import openai, sys\nclient = openai.OpenAI()\n{script}")
+    player = Commands([sys.executable, str(path / "agent.py"), "say {task}"])
+    async with episodes(player, sampler, verifier=PerAnswerVerifier(IsB()), **limits) as maker:
+        (made,) = await maker.make(order(), GroupProgress())
+    return made.rollout.verdict.outcome
 
 
 async def test_rollout_contains_the_turns_of_its_episode(tmp_path):
-    for made in await played(tmp_path, "three", samples=3):
+    begun = []
+    for made in await played(tmp_path, "three", samples=3, begun=lambda: begun.append(None)):
         turns, verdict = made.rollout.turns, made.rollout.verdict
         assert (len(turns), verdict.outcome, verdict.reward, made.text) == (2, Outcome.CORRECT, 1.0, "b")
         shown = [tokenizer().decode(ids.tolist()) for each in turns for ids in (each.context_token_ids, each.token_ids)]
         assert shown == ["<|user|>hello<|end|><|assistant|>", "a<|end|>", "<|user|>no<|end|><|assistant|>", "b<|end|>"]
         assert made.rollout.temperature == 0.5
         assert made.rollout.oldest_version < made.rollout.newest_version
+    assert len(begun) == 1, "the group's age counts from its first turn"
 
 
 @pytest.mark.parametrize(
@@ -204,13 +209,6 @@ async def test_branching_episode_becomes_a_rollout_of_several_segments(tmp_path,
     assert caplog.text.count("needs several segments (history_differs)") == 1
 
 
-async def test_group_age_counts_from_the_first_turn_of_its_episodes(tmp_path):
-    begun = []
-    async with episodes(tmp_path, "three", TalkingSampler(second_is_right)) as maker:
-        (made,) = await maker.make(order(), GroupProgress(lambda: begun.append(None)))
-    assert (len(made.rollout.turns), len(begun)) == (2, 1)
-
-
 async def test_episode_that_returns_no_reward_is_judged_by_the_verifier_of_its_domain(tmp_path):
     (made,) = await played(tmp_path, "unjudged", verifier=PerAnswerVerifier(IsB()))
     assert made.rollout.verdict.reason == "it is not b"
@@ -225,7 +223,7 @@ async def test_episode_that_exceeds_its_time_limit_has_outcome_timeout(name, tmp
 
 async def test_rewarded_episode_without_an_answer_counts_as_a_failure(tmp_path):
     progress = GroupProgress()
-    async with episodes(tmp_path, "asks_nothing", TalkingSampler()) as maker:
+    async with episodes((tmp_path, "asks_nothing"), TalkingSampler()) as maker:
         with pytest.raises(PipelineError, match="the environment never asked the model"):
             await maker.make(order(), progress)
     assert [each.verdict.outcome for each in progress.judgements] == [Outcome.VERIFIER_ERROR]
@@ -244,7 +242,7 @@ async def test_episode_is_restarted_once_if_its_host_process_dies(tmp_path):
 
 async def test_death_of_a_host_process_with_several_episodes_counts_as_one_verifier_error(tmp_path):
     progress = GroupProgress()
-    async with episodes(tmp_path, "all_die", TalkingSampler(second_is_right)) as maker:
+    async with episodes((tmp_path, "all_die"), TalkingSampler(second_is_right)) as maker:
         with pytest.raises(PipelineError, match="the process that played this episode is gone: it ended with status 1"):
             await maker.make(order(samples=4), progress)
     assert [each.verdict.outcome for each in progress.judgements] == [Outcome.VERIFIER_ERROR]
@@ -267,13 +265,13 @@ async def test_group_of_episodes_fails_if_no_engine_can_answer(tmp_path):
     def fail(_):
         raise DeadlineError("no engine completed the request")
 
-    async with episodes(tmp_path, "three", TalkingSampler(fail)) as maker:
+    async with episodes((tmp_path, "three"), TalkingSampler(fail)) as maker:
         with pytest.raises(DeadlineError, match="no engine completed"):
             await maker.make(order(samples=2), GroupProgress())
 
 
 async def test_group_fails_with_the_name_of_the_environment_that_cannot_be_loaded(tmp_path):
-    async with episodes(tmp_path, "absent", TalkingSampler()) as maker:
+    async with episodes((tmp_path, "absent"), TalkingSampler()) as maker:
         with pytest.raises(PipelineError, match=r"model answered in no episode.*has no 'absent'"):
             await maker.make(order(), GroupProgress())
 
@@ -294,82 +292,42 @@ async def test_client_of_user_code_reaches_the_gateway_although_a_proxy_is_set(t
 
 @pytest.mark.usefixtures("unreachable_proxy")
 async def test_verifier_judges_the_last_model_answer_if_an_external_command_plays_the_episode(tmp_path):
-    script = tmp_path / "agent.py"
-    script.write_text(
-        "import openai, sys\n"
-        "client = openai.OpenAI()\n"
+    script = (
         "said = client.chat.completions.create(model='m', messages=[{'role': 'user', 'content': sys.argv[1]}])\n"
         "sys.exit(0 if said.choices[0].message.content == 'b' else 3)\n"
     )
     sampler = TalkingSampler(lambda messages: "b" if messages[0].content == "say hello" else "a")
-    domains = {
-        "talk": EpisodeDomain(
-            player=Commands([sys.executable, str(script), "say {task}"]),
-            limits=EpisodeSection(),
-            verifier=PerAnswerVerifier(IsB()),
-            correct_at=1.0,
-        )
-    }
-    maker = Episodes(sampler, domains, attempts=1)
-    async with asyncio.timeout(PATIENCE_S), maker.serve():
-        (made,) = await maker.make(order(), GroupProgress())
-    assert made.rollout.verdict.outcome is Outcome.CORRECT
+    assert await played_by_script(tmp_path, script, sampler) is Outcome.CORRECT
 
 
-@pytest.mark.parametrize("limits", [EpisodeSection(max_turns=2), EpisodeSection(turn_tokens=1)])
+@pytest.mark.parametrize("limits", [{"max_turns": 2}, {"turn_tokens": 1}], ids=str)
 async def test_episode_whose_command_fails_at_a_limit_is_judged_by_its_last_answer(limits, tmp_path):
-    script = tmp_path / "agent.py"
-    script.write_text(
-        "import openai\n"
-        "client, messages = openai.OpenAI(), [{'role': 'user', 'content': 'x'}]\n"
+    script = (
+        "messages = [{'role': 'user', 'content': 'x'}]\n"
         "for _ in range(9):\n"
         "    answer = client.chat.completions.create(model='m', messages=messages).choices[0].message\n"
         "    messages += [answer.model_dump(), messages[0]]\n"
     )
-    player, sampler = Commands([sys.executable, str(script)]), TalkingSampler(lambda messages: "b")
-    domains = {"talk": EpisodeDomain(player=player, limits=limits, verifier=PerAnswerVerifier(IsB()), correct_at=1.0)}
-    maker = Episodes(sampler, domains, attempts=1)
-    async with asyncio.timeout(PATIENCE_S), maker.serve():
-        (made,) = await maker.make(order(), GroupProgress())
-    assert made.rollout.verdict.outcome is Outcome.CORRECT
-
-
-async def test_failed_episode_command_is_reported_with_the_last_line_of_its_standard_error(tmp_path):
-    commands = Commands([sys.executable, "-c", "print('out'); raise SystemExit('no model named {task}')"])
-    task = Task(problem_id="p", domain="talk", messages=({"role": "user", "content": "x"},), ground_truth="")
-    ended = await commands.play(task, base_url="http://nowhere", api_key="k", timeout_s=PATIENCE_S)
-    assert ended.how == "raised" and ended.reason.endswith("ended with status 1: no model named x")
-
-
-@final
-class CountingPlayer:
-    """A player that counts how many of its episodes run at once."""
-
-    def __init__(self):
-        self.now = self.most = 0
-
-    async def play(self, task, *, base_url, api_key, timeout_s):
-        self.now += 1
-        self.most = max(self.most, self.now)
-        await asyncio.sleep(0.01)
-        self.now -= 1
-        return EpisodeEnd(how="returned")
-
-    async def start(self): ...
-
-    async def close(self): ...
+    sampler = TalkingSampler(lambda messages: "b")
+    assert await played_by_script(tmp_path, script, sampler, **limits) is Outcome.CORRECT
 
 
 async def test_no_more_episodes_than_the_recipes_limit_run_at_once():
-    player = CountingPlayer()
-    domain = EpisodeDomain(
-        player=player, limits=EpisodeSection(), verifier=None, correct_at=1.0, places=asyncio.Semaphore(3)
-    )
-    maker = Episodes(TalkingSampler(), {"talk": domain}, attempts=1)
-    async with asyncio.timeout(PATIENCE_S), maker.serve():
+    running = most = 0
+
+    class Player(OneRequest):
+        async def play(self, task, *, base_url, api_key, timeout_s):
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0.01)
+            running -= 1
+            return EpisodeEnd(how="returned")
+
+    async with episodes(Player(), TalkingSampler(), places=asyncio.Semaphore(3)) as maker:
         with pytest.raises(PipelineError, match="never asked the model"):
             await maker.make(order(samples=10), GroupProgress())
-    assert player.most == 3
+    assert most == 3
 
 
 def test_programs_are_limited_by_cores_and_episodes_in_hosts_are_not():
@@ -382,12 +340,7 @@ def test_programs_are_limited_by_cores_and_episodes_in_hosts_are_not():
     assert places(**command, episode={"concurrent": 5}) == 5
 
 
-async def test_environment_may_return_messages_as_text_and_invalid_messages_are_rejected(tmp_path):
-    async with episodes(tmp_path, "Texts", TalkingSampler(lambda messages: messages[-1].content[:1])) as maker:
-        (made,) = await maker.make(order(), GroupProgress())
-    assert "begin" in tokenizer().decode(made.rollout.turns[0].context_token_ids.tolist())
-    assert "again" in tokenizer().decode(made.rollout.turns[1].context_token_ids.tolist())
-    assert made.rollout.verdict.reward == 2.0
-    async with episodes(tmp_path, "asks_a_text", TalkingSampler()) as maker:
-        played = await maker.play(order(), 0, GroupProgress())
-    assert "TypeError: messages must be a list of messages" in played.judgement.verdict.reason
+async def test_messages_that_are_a_text_are_rejected(tmp_path):
+    async with episodes((tmp_path, "asks_a_text"), TalkingSampler()) as maker:
+        made = await maker.play(order(), 0, GroupProgress())
+    assert "TypeError: messages must be a list of messages" in made.judgement.verdict.reason

@@ -4,7 +4,6 @@ import asyncio
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from pipelinerl.config.domains import DomainSection, EpisodeSection
@@ -15,8 +14,8 @@ from pipelinerl.plugins.episodes.host_pool import EpisodeHosts
 from pipelinerl.plugins.episodes.tool_loop import OneRequest
 from pipelinerl.plugins.episodes.user_code import _messages, _step
 from pipelinerl.roles.verification import open_verifier
-from pipelinerl.types import Message, Outcome, Problem, Verdict
-from pipelinerl.verifiers.verdicts import checked, judged
+from pipelinerl.types import Message, Outcome, Problem
+from pipelinerl.verifiers.verdicts import judged
 from pipelinerl.verifiers.verifier import SampledAnswer
 from tests.fakes import hostile_values
 from tests.fakes.hostile_values import VALUES, case, expected, must_be_masked
@@ -101,10 +100,3 @@ def test_hostile_step_of_an_environment_is_an_error_or_has_a_finite_reward(name)
     with pytest.raises(TypeError, match="as done, it is"):
         _step(("x", 1.0, "False"))
     assert _messages("x") == [{"role": "user", "content": "x"}]
-
-
-def test_numpy_numbers_in_a_verdict_become_python_floats():
-    given = Verdict(outcome="partial", reward=np.float32(0.5), reason=None, parts=[("a", np.int64(1))])
-    made = checked(given, place="here")
-    assert made == Verdict(outcome=Outcome.PARTIAL, reward=0.5, reason="", parts=(("a", 1.0),))
-    assert type(made.reward) is float

@@ -91,8 +91,5 @@ async def test_chat_template_whose_tool_calls_cannot_be_parsed_back_is_rejected(
     with pytest.raises(RecipeError, match=r"episode\.tools: the calls .* cannot be parsed back.*Hermes, Qwen3-Coder"):
         await lines(tokenizer)
     assert tool_format(tokenizer).startswith("writes no tool calls that can be parsed back")
-
-
-def test_check_names_the_format_of_tool_calls():
-    tokenizer = ChatTokenizer(tool_tokenizer(), {1})
-    assert tool_format(tokenizer) == "writes tool calls in the format of Hermes, which is parsed"
+    parsed = ChatTokenizer(tool_tokenizer(), {1})
+    assert tool_format(parsed) == "writes tool calls in the format of Hermes, which is parsed"

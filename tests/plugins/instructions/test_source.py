@@ -75,8 +75,3 @@ def test_recipe_chooses_the_topics_and_kinds_of_instructions():
 def test_invalid_or_incompatible_instruction_parameters_are_rejected(parameters, sentence):
     with pytest.raises(RecipeError, match=f"domains.d.parameters.*{sentence}"):
         problems(1, **parameters)
-
-
-def test_problem_source_named_instructions_rejects_an_argument_after_its_name():
-    with pytest.raises(RecipeError, match="source must be instructions without an argument, got instructions:x"):
-        open_source("instructions:x", domain="d", split=Split.TRAIN, seed=0)

@@ -86,6 +86,9 @@ async def test_several_scores_of_a_judge_are_averaged_and_their_agreement_is_rep
     assert verdict.reward == pytest.approx(6 / 9) and verdict.outcome is Outcome.CORRECT
     assert dict(verdict.parts)["agreement"] == pytest.approx(1 / 3)
     assert len({body["seed"] for body in fake.bodies}) == 3 and {body["temperature"] for body in fake.bodies} == {0.7}
+    with in_thread(OpenAIFake(saying(10, "x", 10)).app) as url:
+        async with judging(url, model="small", votes=3, temperature=1.0) as judge:
+            assert [each.reward for each in await verdicts(judge, "x")] == [1.0], "two valid scores of three"
 
 
 @pytest.mark.parametrize(
@@ -104,12 +107,6 @@ async def test_answer_gets_a_verifier_error_if_the_judges_scores_disagree_or_are
     assert re.search(sentence, verdict.reason)
 
 
-async def test_two_valid_scores_out_of_three_from_a_judge_are_enough_for_a_verdict():
-    with in_thread(OpenAIFake(saying(10, "x", 10)).app) as url:
-        async with judging(url, model="small", votes=3, temperature=1.0) as judge:
-            assert [each.reward for each in await verdicts(judge, "x")] == [1.0]
-
-
 async def test_call_to_an_overloaded_judge_is_retried():
     fake = OpenAIFake(scripted_judge(), failures=(503, 429))
     with in_thread(fake.app) as url:
@@ -120,7 +117,7 @@ async def test_call_to_an_overloaded_judge_is_retried():
 
 @pytest.mark.parametrize(
     ("failures", "timeout_s", "words"),
-    [((500,) * 10_000, 0.5, "had no answer within 0.5 s"), ((401,), PATIENCE_S, "HTTP 401: not now")],
+    [((500,) * 10_000, 2.0, "had no answer within 2 s"), ((401,), PATIENCE_S, "HTTP 401: not now")],
 )
 async def test_answer_gets_a_verifier_error_if_the_judge_fails_and_a_verdict_once_the_judge_works_again(
     failures, timeout_s, words
@@ -130,8 +127,7 @@ async def test_answer_gets_a_verifier_error_if_the_judge_fails_and_a_verdict_onc
         async with judging(url, model="small", timeout_s=timeout_s) as judge:
             (verdict,) = await verdicts(judge, "Rome.")
             assert (verdict.outcome, verdict.reward) == (Outcome.VERIFIER_ERROR, 0.0) and words in verdict.reason
-        fake.failures.clear()
-        async with judging(url, model="small") as judge:
+            fake.failures.clear()
             assert (await verdicts(judge, "Rome."))[0].outcome is Outcome.PARTIAL
 
 
@@ -279,32 +275,6 @@ async def test_concurrent_calls_share_a_failed_connection_to_the_judge_and_later
     await judge.close()
 
 
-async def test_judge_can_be_closed_while_its_server_is_being_opened():
-    async def never():
-        return await asyncio.get_running_loop().create_future()
-
-    judge = opening(never)
-    task = asyncio.ensure_future(verdicts(judge, "a"))
-    while judge._opening is None:
-        await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.wait([task])
-    await judge.close()
-    assert judge._opening is None
-
-
-async def test_verifier_error_because_of_a_failing_judge_is_not_cached():
-    class Failing(CountingServer):
-        async def sample(self, messages, sampling, *, seed):
-            self.calls += 1
-            if self.calls == 1:
-                raise EngineUnreachable("away")
-            return Said()
-
-    judge = with_server(Failing())
-    assert [(await verdicts(judge, "a"))[0].outcome for _ in range(2)] == [Outcome.VERIFIER_ERROR, Outcome.PARTIAL]
-
-
 async def test_answer_gets_a_verifier_error_if_the_problem_lacks_a_field_that_the_rubric_names():
     chosen = JudgeSection(url=CountingServer.url, rubric="{{ answer }} {{ hint }}", low=0, high=1)
     judge = Judge(chosen, open_server=None, spending=Spending(where="d", most_calls=0, most_tokens=0))
@@ -362,7 +332,3 @@ def test_judges_score_is_read_from_the_capture_group_of_the_recipes_regular_expr
                             ("Score: nan", "no score")):  # fmt: skip
         with pytest.raises(Unreadable, match=sentence):
             PATTERN.read(reply)
-
-
-def test_judges_score_is_converted_to_a_reward_from_0_to_1():
-    assert [JSON.share(score) for score in (1, 10, 5.5)] == [0, 1, 0.5]

@@ -15,25 +15,10 @@ from pipelinerl.plugins.verifier_service.wire import ServedDomain, ServiceStatus
 from pipelinerl.system import http_service
 from pipelinerl.system.http_service import OTHER_PROTOCOL
 from pipelinerl.system.service_client import IS_FULL
-from pipelinerl.types import Message, Outcome, RewardPart, Verdict
-from pipelinerl.verifiers.verifier import PerAnswerVerifier, SampledAnswer, correct, failed, timed_out, wrong
+from pipelinerl.types import Message, Outcome
+from pipelinerl.verifiers.verifier import PerAnswerVerifier, SampledAnswer, correct, failed, wrong
 from tests.fakes.verifier_service import RULES, TOKEN, problem, service
 from tests.patience import PATIENCE_S
-
-
-def test_verdict_cache_returns_stored_verdicts():
-    cache = VerdictCache(1 << 16)
-    verdict = Verdict(outcome=Outcome.PARTIAL, reward=0.1, reason="größer", answer="x", parts=(RewardPart("a", 0.25),))
-    cache.keep(b"k", verdict)
-    assert cache.find(b"k") == verdict
-    assert cache.find(b"other") is None
-
-
-@pytest.mark.parametrize("verdict", [failed("away"), timed_out(1.0)])
-def test_verdict_cache_does_not_store_failures_of_the_verifier(verdict):
-    cache = VerdictCache(1 << 16)
-    cache.keep(b"k", verdict)
-    assert cache.find(b"k") is None and cache.num_bytes == 0
 
 
 def test_verdict_cache_over_its_size_limit_evicts_the_least_recently_used_entry():

@@ -34,10 +34,6 @@ _OPENED: Final = "pipelinerl.verifiers.group_filter:open_filter_function"
 _Value = Callable[[Problem, Sequence[SampledAnswer], Sequence[Verdict]], Any]
 
 
-def _reward(verdict: Verdict) -> float | None:
-    return verdict.reward if verdict.outcome.is_judgement else None
-
-
 #: Arguments that a filter may have, by name: values of the problem, or lists with one entry for each answer.
 OF_THE_GROUP: Final[Mapping[str, _Value]] = {
     "problem": lambda problem, answers, verdicts: problem,
@@ -47,7 +43,9 @@ OF_THE_GROUP: Final[Mapping[str, _Value]] = {
     "ground_truth": lambda problem, answers, verdicts: problem.ground_truth,
     "metadata": lambda problem, answers, verdicts: dict(problem.metadata),
     "tags": lambda problem, answers, verdicts: list(problem.tags),
-    "rewards": lambda problem, answers, verdicts: [_reward(verdict) for verdict in verdicts],
+    "rewards": lambda problem, answers, verdicts: [
+        verdict.reward if verdict.outcome.is_judgement else None for verdict in verdicts
+    ],
     "correct": lambda problem, answers, verdicts: [verdict.outcome is Outcome.CORRECT for verdict in verdicts],
     "verdicts": lambda problem, answers, verdicts: list(verdicts),
     "completions": lambda problem, answers, verdicts: [answer.text for answer in answers],

@@ -83,8 +83,14 @@ class ReasoningGym:
         verdict = self.at_once(problem, completion_text)
         if verdict is not None:
             return verdict
-        question = [name, index, extract_answer(completion_text), problem.ground_truth]
-        return await self._judged_by_worker(question, group=problem.problem_id)
+        answer = extract_answer(completion_text)
+        question = [name, index, answer, problem.ground_truth]
+        try:
+            return _verdict(await self._pool.ask(question, group=problem.problem_id), answer)
+        except TimeoutError:
+            return timed_out(self._deadline_s)
+        except WorkerLost as error:
+            return failed(f"reasoning-gym: {error}")
 
     async def _loaded(self, name: str, task: str, parameters: Mapping[str, Any]) -> Scorer:
         """Load a scorer on a thread, once for all answers that wait for it."""
@@ -123,14 +129,6 @@ class ReasoningGym:
 
     async def close(self) -> None:
         await self._pool.close()
-
-    async def _judged_by_worker(self, question: list[Any], *, group: str) -> Verdict:
-        try:
-            return _verdict(await self._pool.ask(question, group=group), question[2])
-        except TimeoutError:
-            return timed_out(self._deadline_s)
-        except WorkerLost as error:
-            return failed(f"reasoning-gym: {error}")
 
 
 def extract_answer(completion_text: str) -> str:

@@ -26,7 +26,6 @@ import re
 import resource
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
@@ -110,23 +109,17 @@ _GROUP_NAMES: Final = frozenset({"completions", "completion_texts"})
 _ANSWER_NAMES: Final = _GROUP_NAMES | {"completion", "completion_text", "completion_ids", "token_ids"}
 
 
-class Of(Enum):
-    """The answers that one call of a user's reward function judges: a single one, or all of a group."""
-
-    ONE = "one"
-    GROUP = "group"
-
-
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
     """A user's function, and the names of the arguments that it takes by position (`by_place`) and by name (`named`).
 
+    One call judges a single answer or, with `of_group`, all answers of a group.
     The function also gets, by name, the fields of the problem's metadata that `columns` lists. With `takes_all` (it has
     a `**kwargs`), it gets all other fields, too, except those named like one of its arguments.
     """
 
     function: Callable[..., Any]
-    of: Of
+    of_group: bool
     by_place: tuple[str, ...]
     named: tuple[str, ...]
     columns: tuple[str, ...]
@@ -138,11 +131,11 @@ class RewardFunction:
         """Inspect the function's parameters. Raises `RecipeError` if they do not follow this module's conventions."""
         parameters = parameters_of(function)
         names = {parameter.name for parameter in parameters}
-        of = Of.GROUP if names & _GROUP_NAMES else Of.ONE
-        known = OF_A_GROUP if of is Of.GROUP else OF_ONE
+        of_group = not names.isdisjoint(_GROUP_NAMES)
+        known = OF_A_GROUP if of_group else OF_ONE
         by_place: tuple[str, ...] = ()
         placed = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)][:2]
-        if of is Of.ONE and _by_place(placed):
+        if not of_group and _by_place(placed):
             by_place = ("problem", "completion_text")
         rest = parameters[len(by_place) :]
         columns = tuple(lacking(rest, known))
@@ -156,7 +149,7 @@ class RewardFunction:
         named = tuple(name for name in accepted_names(rest, known) if name not in taken)
         call = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         takes_all = any(each.kind is each.VAR_KEYWORD for each in rest)
-        return cls(function, of, by_place, named, columns, takes_all, call)
+        return cls(function, of_group, by_place, named, columns, takes_all, call)
 
     def calls(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Any]:
         """Call the function once for the group, or once per answer; return its results (awaitables if async)."""
@@ -170,7 +163,7 @@ class RewardFunction:
             given.keys() - self.named - inspect.signature(self.function).parameters.keys() if self.takes_all else ()
         )
         columns = {name: given[name] for name in (*self.columns, *others)}
-        if self.of is Of.GROUP:
+        if self.of_group:
             lists = {name: [OF_A_GROUP[name](problem, answer) for answer in answers] for name in self.named}
             return [self.function(**lists, **{name: [value] * len(answers) for name, value in columns.items()})]
         return [
@@ -212,7 +205,7 @@ def open_function(argument: str) -> Callable[[Any], Any]:
             if isinstance(error, _OF_THE_TEXT) and _refuses(reward, problem, answers, correct_at):
                 raised = wrong(f"the function fails on this answer and not on the ground truth: {raised.reason}")
             return msgspec.to_builtins([raised] * len(answers))
-        if reward.of is Of.GROUP:
+        if reward.of_group:
             return msgspec.to_builtins(verdicts_of(values[0], len(answers), correct_at=correct_at, place=place))
         return msgspec.to_builtins([verdict_of(value, correct_at=correct_at, place=place) for value in values])
 
@@ -230,7 +223,7 @@ def _refuses(reward: RewardFunction, problem: Problem, answers: Sequence[Sampled
 
     It is if the function fails again, with an error that a text can cause, and yet finds the ground truth correct.
     """
-    if reward.of is Of.GROUP:
+    if reward.of_group:
         return False  # it is unknown which answer of the group is at fault
     try:
         reward.calls(problem, answers)
@@ -263,7 +256,7 @@ class PooledReward:
     def __init__(
         self, reference: str, reward: RewardFunction, *, correct_at: float, deadline_s: float, workers: int | None
     ) -> None:
-        self._of = reward.of
+        self._of_group = reward.of_group
         self._deadline_s = deadline_s
         self._pool = WorkerPool(
             "pipelinerl.verifiers.user_code:open_function",
@@ -274,7 +267,9 @@ class PooledReward:
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
         plain = msgspec.to_builtins(problem)
-        return await _judged(self._of, answers, lambda batch: self._verdicts(plain, batch, group=problem.problem_id))
+        return await _judged(
+            self._of_group, answers, lambda batch: self._verdicts(plain, batch, group=problem.problem_id)
+        )
 
     async def start(self) -> None:
         """Start the first worker, so that the first answer does not wait for the function's import."""
@@ -303,7 +298,7 @@ class AsyncReward:
         self._deadline_s = deadline_s
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
-        return await _judged(self._reward.of, answers, lambda batch: self._verdicts(problem, batch))
+        return await _judged(self._reward.of_group, answers, lambda batch: self._verdicts(problem, batch))
 
     async def close(self) -> None:
         """Do nothing: there are no workers."""
@@ -317,12 +312,14 @@ class AsyncReward:
             raise_if_cancelled(error)
             late = isinstance(error, TimeoutError) and deadline.expired()
             return [timed_out(self._deadline_s) if late else failed(last_line(error, self._place))] * len(answers)
-        values = value if self._reward.of is Of.GROUP else [value]
+        values = value if self._reward.of_group else [value]
         return verdicts_of(values, len(answers), correct_at=self._correct_at, place=self._place)
 
 
 async def _judged(
-    of: Of, answers: Sequence[SampledAnswer], judge: Callable[[Sequence[SampledAnswer]], Awaitable[list[Verdict]]]
+    of_group: bool,
+    answers: Sequence[SampledAnswer],
+    judge: Callable[[Sequence[SampledAnswer]], Awaitable[list[Verdict]]],
 ) -> list[Judgement]:
     """Judge all answers in one call if the function takes a group, else each answer concurrently."""
 
@@ -332,7 +329,7 @@ async def _judged(
         seconds = lapse() / len(batch)
         return [Judgement(verdict, seconds) for verdict in verdicts]
 
-    batches = [answers] if of is Of.GROUP else [[answer] for answer in answers]
+    batches = [answers] if of_group else [[answer] for answer in answers]
     judged = await asyncio.gather(*map(timed, batches))
     return [judgement for judgements in judged for judgement in judgements]
 
@@ -367,7 +364,10 @@ def open_user_code(where: str, reference: str, thing: Any, context: VerifierCont
     `thing` is a reward function, or a `Verifier`, or a class of it. Raises `RecipeError` if it cannot be called.
     """
     if hasattr(thing, "verify"):
-        return PerAnswerVerifier(Shielded(_instance_of(where, thing)), deadline_s=context.deadline_s)
+        if inspect.isclass(thing):
+            with users_errors(where, thing):
+                thing = thing()
+        return PerAnswerVerifier(Shielded(thing), deadline_s=context.deadline_s)
     try:
         reward = RewardFunction.of_callable(thing)
     except RecipeError as error:
@@ -375,16 +375,5 @@ def open_user_code(where: str, reference: str, thing: Any, context: VerifierCont
     if reward.is_async:
         return AsyncReward(reward, correct_at=context.correct_at, deadline_s=context.deadline_s)
     return PooledReward(
-        reference,
-        reward,
-        correct_at=context.correct_at,
-        deadline_s=context.deadline_s,
-        workers=context.workers,
+        reference, reward, correct_at=context.correct_at, deadline_s=context.deadline_s, workers=context.workers
     )
-
-
-def _instance_of(where: str, thing: Any) -> Any:
-    if not inspect.isclass(thing):
-        return thing
-    with users_errors(where, thing):
-        return thing()

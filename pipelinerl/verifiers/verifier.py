@@ -137,7 +137,12 @@ class PerAnswerVerifier:
 
     async def judge(self, problem: Problem, answers: Sequence[SampledAnswer]) -> list[Judgement]:
         texts = [answer.text for answer in answers]
-        known = self._judged_at_once(problem, texts)
+        known: dict[str, Judgement] = {}
+        if hasattr(self._verifier, "at_once"):
+            for text in dict.fromkeys(texts):
+                began = time.monotonic()
+                if (verdict := self._verifier.at_once(problem, text)) is not None:
+                    known[text] = Judgement(verdict, time.monotonic() - began)
         later = [text for text in texts if text not in known]
         if not later:
             return [known[text] for text in texts]
@@ -149,16 +154,6 @@ class PerAnswerVerifier:
 
     async def close(self) -> None:
         await close(self._verifier)
-
-    def _judged_at_once(self, problem: Problem, texts: Sequence[str]) -> dict[str, Judgement]:
-        judgements: dict[str, Judgement] = {}
-        if not hasattr(self._verifier, "at_once"):
-            return judgements
-        for text in dict.fromkeys(texts):
-            began = time.monotonic()
-            if (verdict := self._verifier.at_once(problem, text)) is not None:
-                judgements[text] = Judgement(verdict, time.monotonic() - began)
-        return judgements
 
     async def _judged(self, problem: Problem, text: str) -> Judgement:
         lapse = stopwatch()

@@ -465,7 +465,9 @@ class FairSemaphore:
         while self._waiting:
             oldest = min(self._waiting, key=self._age)
             group = min(self._waiting, key=lambda each: (self._slow_of[each], self._age(each)))
-            goes_before = group != oldest and self._oldest_is_due
+            few = self._out_of_turn < self._most_out_of_turn and self._in_turn >= _TO_THE_OLDEST - 1
+            is_due = few and self._out_of_turn_s * _TO_THE_OLDEST <= self._held_s
+            goes_before = group != oldest and is_due
             if goes_before:
                 group = oldest
             queue = self._waiting[group]
@@ -478,11 +480,6 @@ class FairSemaphore:
                 future.set_result(goes_before)
                 return
         self._free += 1
-
-    @property
-    def _oldest_is_due(self) -> bool:
-        few = self._out_of_turn < self._most_out_of_turn and self._in_turn >= _TO_THE_OLDEST - 1
-        return few and self._out_of_turn_s * _TO_THE_OLDEST <= self._held_s
 
     def _age(self, group: str) -> int:
         return self._waiting[group][0][0]

@@ -92,7 +92,11 @@ def _work(connection: socket.socket, answering: Answering) -> None:
         _send(connection, [own, time.process_time()])
         with connection.makefile("rb") as questions:
             for line in questions:
-                answer = _answer(answering, line)
+                answer: Any
+                try:
+                    answer = [answering(json.loads(line)), time.process_time()]
+                except BaseException as error:  # the judging code may raise anything
+                    answer = {"error": last_line(error)}
                 if os.getpid() != own:
                     os._exit(0)  # the judging code has forked, and only the original process may answer
                 _send(connection, answer)
@@ -100,13 +104,6 @@ def _work(connection: socket.socket, answering: Answering) -> None:
                     return
     except (BrokenPipeError, ConnectionResetError):
         return  # the actor is gone
-
-
-def _answer(answering: Answering, line: bytes) -> Any:
-    try:
-        return [answering(json.loads(line)), time.process_time()]
-    except BaseException as error:  # the judging code may raise anything
-        return {"error": last_line(error)}
 
 
 def _send(connection: socket.socket, value: Any) -> None:

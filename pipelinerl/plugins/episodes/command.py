@@ -53,7 +53,9 @@ class Commands:
             if file is not None:
                 file.write(text)
                 file.flush()
-            parts = [self._filled(part, text, "" if file is None else file.name) for part in self._command]
+            values = {_TASK: text.decode(), _TASK_FILE: "" if file is None else file.name}
+            # One pass, since the task may contain a placeholder.
+            parts = [_PLACEHOLDER.sub(lambda found: values[found[0]], part) for part in self._command]
             try:
                 process = await asyncio.create_subprocess_exec(
                     *supervised(parts, grace_s=_TERMINATE_S),
@@ -69,7 +71,11 @@ class Commands:
                     start_new_session=True,
                 )
             except (OSError, ValueError) as error:
-                return EpisodeEnd(how="raised", reason=self._not_started(error, len(text)))
+                reason = f"{self._command[0]} cannot be started: {getattr(error, 'strerror', None) or error}"
+                if any(_TASK in part for part in self._command):
+                    remedy = f"pass a long one as {_TASK_FILE}, the path of a file"
+                    reason = f"{reason}; its task has {len(text)} bytes: {remedy}"
+                return EpisodeEnd(how="raised", reason=reason)
             errors = bytearray()
             copying = asyncio.create_task(_copied(process, errors))
             try:
@@ -84,16 +90,6 @@ class Commands:
                 last = next(iter(errors.decode("utf-8", "replace").strip().splitlines()[-1:]), "it wrote no errors")
                 return EpisodeEnd(how="raised", reason=f"{self._command[0]} {ending_of(status)}: {last}")
             return EpisodeEnd(how="returned")
-
-    def _filled(self, part: str, text: bytes, file: str) -> str:
-        # One pass, since the task may contain a placeholder.
-        return _PLACEHOLDER.sub(lambda found: text.decode() if found[0] == _TASK else file, part)
-
-    def _not_started(self, error: OSError | ValueError, num_bytes: int) -> str:
-        reason = f"{self._command[0]} cannot be started: {getattr(error, 'strerror', None) or error}"
-        if any(_TASK in part for part in self._command):
-            return f"{reason}; its task has {num_bytes} bytes: pass a long one as {_TASK_FILE}, the path of a file"
-        return reason
 
     async def start(self) -> None:
         """Do nothing: each episode starts its own program."""

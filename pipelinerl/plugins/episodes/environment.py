@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from pipelinerl.types import Message, Problem
+from pipelinerl.types import Problem
 
 #: Prefix of the names of agents whose turns are not trained on.
 UNTRAINED: Final = "untrained-"
@@ -47,17 +47,6 @@ class Task:
             metadata=dict(problem.metadata),
             tags=problem.tags,
             seed=seed,
-        )
-
-    @property
-    def problem(self) -> Problem:
-        return Problem(
-            problem_id=self.problem_id,
-            domain=self.domain,
-            messages=tuple(Message(each["role"], each["content"]) for each in self.messages),
-            ground_truth=self.ground_truth,
-            metadata=self.metadata,
-            tags=self.tags,
         )
 
 

@@ -57,6 +57,7 @@ async def _serve(connection: socket.socket, play: Play, place: str) -> None:
 
 
 async def _played(play: Play, place: str, session: aiohttp.ClientSession, order: dict[str, Any]) -> dict[str, Any]:
+    """Play an episode; return the fields of its end: a result that is not a reward is described under `other`."""
     client = EpisodeClient(session, base_url=order["base_url"], api_key=order["api_key"])
     try:
         value = await play(msgspec.convert(order["task"], Task), client)
@@ -67,21 +68,17 @@ async def _played(play: Play, place: str, session: aiohttp.ClientSession, order:
     except BaseException as error:  # user code may raise anything
         raise_if_cancelled(error)
         return {"how": "raised", "reason": last_line(error, place)}
-    return {"how": "returned", **_plain(value, place)}
-
-
-def _plain(value: Any, place: str) -> dict[str, Any]:
-    """Convert the result of user code to JSON types; a result that is not a reward is described under `other`."""
-    if value is None:
-        return {}
+    ended: dict[str, Any] = {"how": "returned"}
     try:
         if isinstance(value, Verdict):
-            return {"verdict": msgspec.to_builtins(plain_verdict(value))}
-        return {"value": reward_of(value)}
+            ended["verdict"] = msgspec.to_builtins(plain_verdict(value))
+        elif value is not None:
+            ended["value"] = reward_of(value)
     except NotAVerdict as error:
-        return {"other": f"{place}: {error}"}
+        ended["other"] = f"{place}: {error}"
     except NotAReward as error:
-        return {"other": f"{place} must return {EXPECTED}, it returned {error}"}
+        ended["other"] = f"{place} must return {EXPECTED}, it returned {error}"
+    return ended
 
 
 if __name__ == "__main__":

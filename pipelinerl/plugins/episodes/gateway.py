@@ -78,21 +78,13 @@ class SampleTurn(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Model:
-    """The gateway's knowledge of the model: whether its answers begin with thinking without an opening tag."""
-
-    thinks: bool = False
-
-
 @dataclass(slots=True, eq=False)
 class OpenEpisode:
     """An open episode, the function that samples its turns, and the address at which agents reach it."""
 
     episode: Episode
     sample: SampleTurn
-    base: str
-    model: _Model
+    gateway: Gateway
     tools: Toolbox | None = None
     failure: Exception | None = None
     """The error if no engine could answer; the episode then gets no verdict."""
@@ -104,7 +96,7 @@ class OpenEpisode:
 
     def base_url(self, agent: str = _MAIN) -> str:
         """Return the base URL for the agent's OpenAI client; Anthropic's client takes it without `/v1`."""
-        return f"{self.base}/e/{self.episode.secret}/{agent}/v1"
+        return f"{self.gateway.base}/e/{self.episode.secret}/{agent}/v1"
 
 
 class Gateway:
@@ -112,15 +104,16 @@ class Gateway:
 
     def __init__(self) -> None:
         self._episodes: dict[str, OpenEpisode] = {}
-        self._base = ""
-        self._model = _Model()
+        self.base = ""
+        self.model_thinks = False
+        """True once an answer began with thinking without an opening tag, which is then in the prompt."""
         self._is_closing = False
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[None]:
         """Listen until the `async with` block ends."""
         listener = listen(_LOOPBACK, 0)
-        self._base = url_of(_LOOPBACK, listener.getsockname()[1])
+        self.base = url_of(_LOOPBACK, listener.getsockname()[1])
         app = Starlette()
         app.mount("/", self._answer)
         guard(app, token=None)
@@ -135,7 +128,7 @@ class Gateway:
         self, episode: Episode, sample: SampleTurn, tools: Toolbox | None = None
     ) -> AsyncIterator[OpenEpisode]:
         """Accept requests of the agents of `episode` until the `async with` block ends."""
-        opened = OpenEpisode(episode, sample, self._base, self._model, tools)
+        opened = OpenEpisode(episode, sample, self, tools)
         self._episodes[episode.secret] = opened
         try:
             yield opened
@@ -149,7 +142,9 @@ class Gateway:
             try:
                 response: ASGIApp = await self._response(Request(scope, receive))
             except ContractError as error:
-                response = _refused(error, error.status if error.status < 500 else _NO_ENGINE, str(scope["path"]))
+                status = error.status if error.status < 500 else _NO_ENGINE
+                in_messages = "/v1/messages" in str(scope["path"])
+                response = _json(error_body(error, status) if in_messages else error.to_wire(), status)
             except HTTPException as error:
                 response = refused_body(error)
             await response(scope, receive, send)
@@ -214,7 +209,7 @@ async def _completed(
         completion, planned, turn = await _sampled(opened, agent, body, on_text=on_text)
         recorded = planned, turn
     answer = AgentAnswer.of(completion)
-    opened.model.thinks = opened.model.thinks or answer.thinks_without_tag
+    opened.gateway.model_thinks |= answer.thinks_without_tag
     return answer, recorded
 
 
@@ -229,7 +224,7 @@ async def _events(opened: OpenEpisode, agent: str, call: AgentCall) -> AsyncGene
 
     work = asyncio.ensure_future(_completed(opened, agent, call.chat, on_text))
     work.add_done_callback(lambda _: changed.set())
-    reader, has_begun = AnswerReader(thinks=opened.model.thinks), False
+    reader, has_begun = AnswerReader(thinks=opened.gateway.model_thinks), False
     try:
         while not work.done():
             await changed.wait()
@@ -380,11 +375,6 @@ class _EventStream:
         async for part in self._events:
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _refused(error: ContractError, status: int, path: str) -> Response:
-    """Return the response for an error, in the form of the API that the path belongs to."""
-    return _json(error_body(error, status) if "/v1/messages" in path else error.to_wire(), status)
 
 
 def _json(body: Mapping[str, Any], status: int = 200) -> Response:

@@ -136,7 +136,12 @@ class Episodes:
         if not answered_episodes:
             reason = played[0].judgement.verdict.reason
             raise PipelineError(f"{order.order_id}: the model answered in no episode; the first: {reason}")
-        return [_made(order, each) for each in answered_episodes]
+        temperature = order.sampling.temperature or 1.0
+        return [
+            MadeRollout(each.episode.rollout(each.judgement.verdict, temperature=temperature), each.episode.last.text)
+            for each in answered_episodes
+            if each.episode.last is not None
+        ]
 
     async def play(self, order: PromptOrder, sample: int, progress: GroupProgress) -> PlayedEpisode:
         """Play one episode, and play it again if its host is lost; raise if no engine could answer one of its turns."""
@@ -168,9 +173,7 @@ class Episodes:
             raise opened.failure
         if opened.fault:
             return failed(opened.fault)
-        self._warn_of_overridden(order.problem.domain, episode)
-        self._warn_of_segments(order.problem.domain, episode)
-        self._warn_of_abandoned(order.problem.domain, episode)
+        self._warn(order.problem.domain, episode)
         progress.episodes.append((episode.calls, max(0.0, time.monotonic() - began - episode.sampling_s)))
         if episode.calls.offered:
             self._warn_without_calls(order.problem.domain, episode)
@@ -179,32 +182,25 @@ class Episodes:
             return replace(timed_out(domain.limits.timeout_s), reason=late)
         return await _verdict(order, episode, ended, domain)
 
-    def _warn_of_overridden(self, domain: str, episode: Episode) -> None:
-        for name in episode.overridden:
+    def _warn(self, domain: str, episode: Episode) -> None:
+        """Warn once of each habit of an agent that makes its episodes train worse than they could."""
+        warnings = {
+            name: f"{name} of its agent has no effect; the recipe decides on sampling" for name in episode.overridden
+        }
+        for reason in {turn.new_segment for turn in episode.turns} & _COSTLY:
+            warnings[str(reason)] = (
+                f"an episode needs several segments ({reason}), and the trainer computes what they share again where "
+                "they do not fit into one micro-batch; docs/start/environments.md says when that happens"
+            )
+        if episode.abandoned:
+            warnings["abandoned"] = (
+                f"an episode repeated a request without continuing its answer, so {episode.abandoned} of its answers "
+                "do not train; continue each answer, or sample independent answers from agents of different names"
+            )
+        for name, warning in warnings.items():
             if (domain, name) not in self._warned:
                 self._warned.add((domain, name))
-                log.warning("domain %s: %s of its agent has no effect; the recipe decides on sampling", domain, name)
-
-    def _warn_of_segments(self, domain: str, episode: Episode) -> None:
-        for reason in {turn.new_segment for turn in episode.turns} & _COSTLY:
-            if (domain, str(reason)) not in self._warned:
-                self._warned.add((domain, str(reason)))
-                log.warning(
-                    "domain %s: an episode needs several segments (%s), and the trainer computes what they share again "
-                    "where they do not fit into one micro-batch; docs/start/environments.md says when that happens",
-                    domain,
-                    reason,
-                )
-
-    def _warn_of_abandoned(self, domain: str, episode: Episode) -> None:
-        if episode.abandoned and (domain, "abandoned") not in self._warned:
-            self._warned.add((domain, "abandoned"))
-            log.warning(
-                "domain %s: an episode repeated a request without continuing its answer, so %d of its answers do not "
-                "train; continue each answer, or sample independent answers from agents of different names",
-                domain,
-                episode.abandoned,
-            )
+                log.warning("domain %s: %s", domain, warning)
 
     def _warn_without_calls(self, domain: str, episode: Episode) -> None:
         if episode.calls.parsed:
@@ -287,10 +283,3 @@ def _with_more(verdict: Verdict, of_turns: float, domain: EpisodeDomain) -> Verd
         return verdict
     reward = verdict.reward + of_turns
     return replace(verdict, reward=reward, outcome=graded(reward, domain.correct_at))
-
-
-def _made(order: PromptOrder, played: PlayedEpisode) -> MadeRollout:
-    last = played.episode.last
-    assert last is not None
-    temperature = order.sampling.temperature or 1.0
-    return MadeRollout(played.episode.rollout(played.judgement.verdict, temperature=temperature), last.text)

@@ -24,7 +24,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
@@ -208,10 +208,18 @@ class OpenEnv:
 
     async def _begun(self, http: aiohttp.ClientSession, data: Mapping[str, Any]) -> tuple[OpenEnvSession, Observed]:
         """Open a session and reset it; retry while all sessions are taken, or for `_RESTART_S` if unreachable."""
+        import aiohttp
+
         until = time.monotonic() + _RESTART_S
         while True:
             try:
-                session = await self._connected(http)
+                try:
+                    socket = await http.ws_connect(f"{self._url}/ws", max_msg_size=_LARGEST, proxy=proxy_of(self._url))
+                except aiohttp.WSServerHandshakeError as error:
+                    raise self._no_server(f"a WebSocket at /ws was answered by {error.status}") from None
+                except (aiohttp.ClientError, TimeoutError) as error:
+                    raise self._unreachable(error) from None
+                session = OpenEnvSession(socket, self._url)
                 return session, await session.exchange("reset", data)
             except AddressError:
                 if time.monotonic() > until:
@@ -220,17 +228,6 @@ class OpenEnv:
                 if error.code != _FULL:
                     raise
             await asyncio.sleep(_RETRY_S)
-
-    async def _connected(self, http: aiohttp.ClientSession) -> OpenEnvSession:
-        import aiohttp
-
-        try:
-            socket = await http.ws_connect(f"{self._url}/ws", max_msg_size=_LARGEST, proxy=proxy_of(self._url))
-            return OpenEnvSession(socket, self._url)
-        except aiohttp.WSServerHandshakeError as error:
-            raise self._no_server(f"a WebSocket at /ws was answered by {error.status}") from None
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise self._unreachable(error) from None
 
     def _unreachable(self, error: Exception) -> AddressError:
         # The system's message is preferred, since aiohttp's repeats the address.
@@ -295,19 +292,22 @@ class OpenEnvSession:
                 f"the OpenEnv server at {self._url} closed its connection in the middle of an episode; its log says why"
             )
         try:
-            return self._observed(kind, json.loads(message.data))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            answer = json.loads(message.data)
+            if answer["type"] == "error":
+                error = answer["data"]
+                fields = [
+                    f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg')}"
+                    for each in error.get("errors") or ()
+                ]
+                reason = f"the OpenEnv server refused a {kind}: {'; '.join(fields) or error.get('message')}"
+                raise ServerRefused(reason, str(error.get("code", "")))
+            observed = msgspec.convert(answer["data"], Observed)
+            return observed if observed.reward is None else replace(observed, reward=reward_of(observed.reward))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as malformed:
             raise ServerMalformed(
                 f"the OpenEnv server at {self._url} answered a {kind} with {described(message.data)}, which is no "
-                f"observation ({last_line(error)}); see its log, and the version of its package"
+                f"observation ({last_line(malformed)}); see its log, and the version of its package"
             ) from None
-
-    def _observed(self, kind: str, answer: Any) -> Observed:
-        if answer["type"] == "error":
-            error = answer["data"]
-            raise ServerRefused(_sentence(kind, error), str(error.get("code", "")))
-        observed = msgspec.convert(answer["data"], Observed)
-        return observed if observed.reward is None else replace(observed, reward=reward_of(observed.reward))
 
     async def close(self) -> None:
         """End the session; the episode is complete, so a lost connection does not matter."""
@@ -333,7 +333,8 @@ class Actions:
         single = next((names[0] for names in (list(fields), required) if len(names) == 1), None)
         self.are_calls = chosen is None and fields.keys() >= _MCP_FIELDS
         self._field = chosen or single
-        self._is_text = self._field is not None and _takes_text(fields[self._field])
+        field = {} if self._field is None else fields[self._field]
+        self._is_text = any(kind.get("type", "string") == "string" for kind in field.get("anyOf") or [field])
         self._fields = fields
 
     @property
@@ -353,21 +354,11 @@ class Actions:
         return action
 
 
-def _takes_text(schema: Mapping[str, Any]) -> bool:
-    kinds: Sequence[Mapping[str, Any]] = schema.get("anyOf") or [schema]
-    return any(kind.get("type", "string") == "string" for kind in kinds)
-
-
 def _json_of(text: str, expected: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         raise InvalidAction(f"the answer must be {expected} in JSON") from None
-
-
-def _sentence(kind: str, error: Mapping[str, Any]) -> str:
-    fields = [f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg')}" for each in error.get("errors") or ()]
-    return f"the OpenEnv server refused a {kind}: {'; '.join(fields) or error.get('message')}"
 
 
 def _result_of(observation: Any) -> str:

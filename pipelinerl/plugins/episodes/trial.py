@@ -39,7 +39,12 @@ async def episode_tried(
         RecipeError: the environment fails (the message has the file and the line), or it offers tools whose calls the
             chat template cannot render.
     """
-    first = _first_call(domain, tokenizer) if domain.episode.tools else ""
+    first = ""
+    if domain.episode.tools:
+        try:
+            first = tokenizer.written_call("python", {"code": "print(6 * 7)"})
+        except UnshownFieldError as error:
+            raise RecipeError(f"domains.{domain.name}.episode.{error}") from error
     answerer = ScriptedAnswers(tokenizer, [first, *[reference_answer(domain, problem)] * 1000])
     verifiers = {domain.name: open_verifier(domain)} if domain.has_verifier else {}
     alone = config.model_copy(update={"domains": (domain,)})
@@ -64,18 +69,11 @@ async def episode_tried(
     verdict = played.judgement.verdict
     if not verdict.outcome.is_judgement:
         raise RecipeError(f"domains.{domain.name}: a trial episode failed: {verdict.reason}")
-    lines = [
-        ("episode", f"domains.{domain.name}: {line}")
-        for line in (*_turns(played, tokenizer), _verdict(played, answerer.seconds))
-    ]
+    own_s = max(0.0, played.judgement.seconds - answerer.seconds)
+    reason = f" ({verdict.reason})" if verdict.reason else ""
+    judged = f"{verdict.outcome}, reward {verdict.reward:g}{reason}; {own_s:.2f} s in the environment"
+    lines = [("episode", f"domains.{domain.name}: {line}") for line in (*_turns(played, tokenizer), judged)]
     return [*lines, *(("warning", line) for line in _too_long(config, domain, played, answerer.longest))]
-
-
-def _first_call(domain: DomainSection, tokenizer: ChatTokenizer) -> str:
-    try:
-        return tokenizer.written_call("python", {"code": "print(6 * 7)"})
-    except UnshownFieldError as error:
-        raise RecipeError(f"domains.{domain.name}.episode.{error}") from error
 
 
 def _turns(played: PlayedEpisode, tokenizer: ChatTokenizer) -> Iterator[str]:
@@ -106,13 +104,6 @@ def _too_long(config: RunConfig, domain: DomainSection, played: PlayedEpisode, m
             f"{longest:,} tokens and ends at {config.engine.context_length:,}; raise engine.context_length, or lower "
             "episode.max_turns or episode.turn_tokens"
         )
-
-
-def _verdict(played: PlayedEpisode, answering_s: float) -> str:
-    verdict, seconds = played.judgement
-    own_s = max(0.0, seconds - answering_s)
-    reason = f" ({verdict.reason})" if verdict.reason else ""
-    return f"{verdict.outcome}, reward {verdict.reward:g}{reason}; {own_s:.2f} s in the environment"
 
 
 class ScriptedAnswers:

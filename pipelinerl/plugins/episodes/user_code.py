@@ -126,16 +126,11 @@ def _step(value: Any) -> EnvironmentStep:
             f"step must return an EnvironmentStep, or (messages, reward, done), it returned {described(value)}"
         )
     try:
-        return EnvironmentStep(
-            messages=_messages(messages), reward=0.0 if reward is None else reward_of(reward), done=_is_done(done)
-        )
+        reward = 0.0 if reward is None else reward_of(reward)
     except NotAReward as error:
         raise TypeError(f"step must return a finite number within ±{MOST_REWARD:g} as reward, it is {error}") from None
-
-
-def _is_done(value: Any) -> bool:
-    """Return a truth value; a text such as "False" would count as true, and is rejected."""
     try:
-        return value is not None and bool(reward_of(value))
+        done = done is not None and bool(reward_of(done))  # a text such as "False" would count as true
     except NotAReward as error:
         raise TypeError(f"step must return True or False as done, it is {error}") from None
+    return EnvironmentStep(messages=_messages(messages), reward=reward, done=done)

@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 from urllib.parse import quote
 
 from pipelinerl import rng
@@ -87,11 +87,6 @@ async def _open_server(section: JudgeSection, token: str | None) -> OpenAIServer
     return OpenAIServer(section.url, model=model, token=token, deadline_s=section.timeout_s, fields=fields)
 
 
-class _Vote(NamedTuple):
-    score: float
-    reason: str
-
-
 class Judge:
     """A `GroupVerifier` that lets a language model grade answers; it connects to the model at the first answer."""
 
@@ -149,7 +144,7 @@ class Judge:
             self._remembered.move_to_end(key)
         return Judgement(verdict, time.monotonic() - began)
 
-    async def _vote(self, messages: tuple[Message, ...], seed: int) -> _Vote | str:
+    async def _vote(self, messages: tuple[Message, ...], seed: int) -> tuple[float, str] | str:
         section = self._section
         sampling = Sampling(num_samples=1, temperature=section.temperature, max_tokens=section.max_tokens)
         async with self._turns:
@@ -166,7 +161,7 @@ class Judge:
             except (PipelineError, Spent) as error:
                 return str(error)
         try:
-            return _Vote(*self._format.read(reply.text))
+            return self._format.read(reply.text)
         except Unreadable as error:
             return f"{error} (the judge at {server.url})"
 
@@ -189,14 +184,14 @@ class Judge:
         finally:
             self._opening = None
 
-    def _verdict(self, votes: Sequence[_Vote | str]) -> Verdict:
-        section, good = self._section, [vote for vote in votes if isinstance(vote, _Vote)]
+    def _verdict(self, votes: Sequence[tuple[float, str] | str]) -> Verdict:
+        section, good = self._section, [vote for vote in votes if not isinstance(vote, str)]
         if 2 * len(good) <= len(votes):
             reason = next(vote for vote in votes if isinstance(vote, str))
             return failed(reason if len(votes) == 1 else f"only {len(good)} of {len(votes)} votes succeeded: {reason}")
-        shares = [self._format.share(vote.score) for vote in good]
+        shares = [self._format.share(score) for score, _ in good]
         reward, agreement = sum(shares) / len(shares), 1.0 - (max(shares) - min(shares))
-        listed = ", ".join(f"{vote.score:g}" for vote in good)
+        listed = ", ".join(f"{score:g}" for score, _ in good)
         if agreement < section.least_agreement - ROUNDING:
             return failed(f"the votes of the judge differ too much: {listed}")
         parts = [RewardPart("judge", reward)]
@@ -204,7 +199,7 @@ class Judge:
         return Verdict(
             outcome=graded(reward, self._correct_at),
             reward=reward,
-            reason=shown(f"score {listed}: {good[0].reason}"),
+            reason=shown(f"score {listed}: {good[0][1]}"),
             parts=tuple(parts),
         )
 

@@ -332,7 +332,8 @@ class _Guest:
                     if len(packet) < _ANSWER.size:
                         return None
                     ended, _, trouble = packet[_ANSWER.size :].decode("utf-8", "replace").partition("\0")
-                    answer = _Answer(*_ANSWER.unpack_from(packet), ended, trouble)
+                    code, cpu_s, wall_s, delayed_s = _ANSWER.unpack_from(packet)
+                    answer = _Answer(code, cpu_s, wall_s, delayed_s, ended, trouble)
                 poll.unregister(file)
                 waiting.discard(file)
             if outputs.are_too_long and not ended_by_us:

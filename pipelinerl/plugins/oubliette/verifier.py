@@ -97,13 +97,15 @@ class Oubliette:
         try:
             runner = await self._sandbox.opened(_GRACE_S)
             read = CodeProblem.of(problem)
-            for left in reversed(range(_TRIES)):
+            tries = 1
+            while True:
                 try:
                     verdict = await _Judged(runner, read, self._rules, self._deadline_s).verdict(completion_text)
                     break
                 except ContentMissing:
-                    if not left:
+                    if tries == _TRIES:
                         raise
+                    tries += 1
         except (SandboxMissing, SandboxLost, TestsMalformed, ToolchainMissing, CheckerFailed, ContentMissing) as error:
             return failed(str(error))
         except TimeoutError:

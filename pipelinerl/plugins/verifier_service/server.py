@@ -88,10 +88,7 @@ def keys_of(rules: str, problem: Problem, texts: Iterable[str]) -> list[bytes]:
 
 
 class VerdictCache:
-    """Cache of verdicts by the keys that `keys_of` returns, in at most `most_bytes`; verifier failures are not cached.
-
-    The least recently used entry is evicted first. With a `most_bytes` of 0, nothing is cached.
-    """
+    """The most recently used verdicts, in at most `most_bytes`, by the keys that `keys_of` returns."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -129,7 +126,7 @@ class VerifierService:
     def __init__(
         self, domains: Mapping[str, ServedDomain], *, cache: VerdictCache, most_waiting: int = MOST_WAITING
     ) -> None:
-        self._domains = dict(domains)
+        self.domains = dict(domains)
         self._cache = cache
         self._backlog = Backlog("answers", protocol=wire.PROTOCOL, most=most_waiting)
         self._verdicts = self._hits = 0
@@ -141,22 +138,17 @@ class VerifierService:
         """Set once the service is closing and every accepted answer has its verdict."""
 
     @property
-    def rules(self) -> Mapping[str, str]:
-        """The digest of each domain's judging rules, by domain."""
-        return {name: domain.rules for name, domain in self._domains.items()}
-
-    @property
     def state(self) -> str:
         """State of the service: `ready` or `draining`."""
         return "draining" if self.closing.is_set() else "ready"
 
     async def start(self) -> None:
         """Start all verifiers; a failure is reported when the first answer is judged."""
-        await asyncio.gather(*(start(domain.verifier) for domain in self._domains.values()))
+        await asyncio.gather(*(start(domain.verifier) for domain in self.domains.values()))
         self.started.set()
 
     async def close(self) -> None:
-        for domain in self._domains.values():
+        for domain in self.domains.values():
             await domain.verifier.close()
 
     def drain(self) -> int:
@@ -171,9 +163,9 @@ class VerifierService:
         if self.closing.is_set():
             raise RequestRefused(503, wire.IS_DRAINING, "this service accepts no new requests; use another")
         self._backlog.admit(len(request.answers), protocol=request.protocol)
-        domain = self._domains.get(request.domain)
+        domain = self.domains.get(request.domain)
         if domain is None:
-            known = ", ".join(self._domains) or "none"
+            known = ", ".join(self.domains) or "none"
             raise RequestRefused(404, wire.UNKNOWN_DOMAIN, f"domain must be one of those judged here: {known}")
         if request.rules != domain.rules:
             raise RequestRefused(
@@ -201,7 +193,7 @@ class VerifierService:
     def status(self) -> ServiceStatus:
         domains = {
             name: DomainStatus(rules=domain.rules, tier=domain.tier, kept=domain.kept)
-            for name, domain in self._domains.items()
+            for name, domain in self.domains.items()
         }
         return ServiceStatus(
             protocol=wire.PROTOCOL,
@@ -330,26 +322,25 @@ async def _tiers_of(domains: Sequence[DomainSection]) -> dict[str, str]:
 async def _lease(identity: Identity, service: VerifierService, url: str) -> None:
     await service.started.wait()
     freeze_gc()
-    lease = VerifierLease(url=url, incarnation=f"{os.getpid()}-{time.time_ns()}", domains=service.rules)
+    rules = {name: domain.rules for name, domain in service.domains.items()}
+    lease = VerifierLease(url=url, incarnation=f"{os.getpid()}-{time.time_ns()}", domains=rules)
     async with AsyncControllerClient(identity.controller_url, identity.token) as controller:
+        reachable = True
         try:
-            await _offer(controller, service, lease)
+            while not service.closing.is_set():
+                try:
+                    await controller.offer_verifier(lease)
+                    reachable = True
+                except UserError as error:
+                    if reachable:
+                        log.warning(
+                            "the controller at %s did not take this verifier service: %s", controller.url, error
+                        )
+                    reachable = False
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(OFFER_S if reachable else OFFER_S / 4):
+                        await service.closing.wait()
         finally:
             with contextlib.suppress(UserError, TimeoutError):
                 async with asyncio.timeout(_GOODBYE_S):
                     await controller.withdraw_verifier(url)
-
-
-async def _offer(controller: AsyncControllerClient, service: VerifierService, lease: VerifierLease) -> None:
-    reachable = True
-    while not service.closing.is_set():
-        try:
-            await controller.offer_verifier(lease)
-            reachable = True
-        except UserError as error:
-            if reachable:
-                log.warning("the controller at %s did not take this verifier service: %s", controller.url, error)
-            reachable = False
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(OFFER_S if reachable else OFFER_S / 4):
-                await service.closing.wait()

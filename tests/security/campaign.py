@@ -17,15 +17,12 @@ import aiohttp
 from tests.fakes.served import as_process
 from tests.security.fuzzer import requests
 from tests.security.servers import TOKEN, application
-from tests.security.waiting import Stall, Waiting
 
 #: Error codes whose HTTP status is 500 or more but which are no bugs of the server: they report that a third party
 #: failed or that the server is shutting down.
 HONEST: Final = frozenset({"dirty", "engine_stopped", "peer_lost", "deadline_exceeded", "digest_mismatch", "failed"})
 #: Client timeout in seconds. A request without an answer after this time counts as waiting for other clients.
 _WAITS_FOR_OTHERS_S: Final = 1.0
-#: The kind of server that runs idle, to measure the machine's own delays. The parameter server starts fastest.
-_IDLE: Final = "parameter server"
 #: The largest body, in bytes, for which the client always gets an answer. The server may reject a longer body and
 #: close the connection before it has read the whole body.
 _MOST_UNREAD: Final = 65536
@@ -35,13 +32,17 @@ _CLIENTS: Final = 4
 
 @dataclass(slots=True)
 class Findings:
-    """Results of a campaign; `grown_bytes` is how much the server's memory grew after the first quarter of requests."""
+    """Results of a campaign.
+
+    `stall_s` is the longest stall of the server (see `fuzzed_server`), and `stalled_by` the requests in progress then.
+    `grown_bytes` is how much the server's memory grew after the first quarter of requests.
+    """
 
     requests: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
     waited: int = 0
     failures: list[str] = field(default_factory=list)
-    stall: Stall = field(default_factory=lambda: Stall(0.0))
+    stall_s: float = 0.0
     stalled_by: list[str] = field(default_factory=list)
     grown_bytes: int = 0
     seconds: float = 0.0
@@ -50,42 +51,26 @@ class Findings:
         counted = ", ".join(f"{count} × {status}" for status, count in sorted(self.statuses.items()))
         return (
             f"{self.requests} requests in {self.seconds:.0f} s: {counted}; {self.waited} waited for others; "
-            f"{len(self.failures)} failures; longest stall {self.stall.seconds * 1e3:.0f} ms (others waited "
-            f"{self.stall.waited_s * 1e3:.0f} ms); {self.grown_bytes / 2**20:+.1f} MiB"
+            f"{len(self.failures)} failures; longest stall {self.stall_s * 1e3:.0f} ms; "
+            f"{self.grown_bytes / 2**20:+.1f} MiB"
         )
 
 
-@dataclass(slots=True)
-class _Asked:
-    words: str
-    began: float = field(default_factory=time.monotonic)
-    ended: float = float("inf")
-
-
 async def campaign(server, directory, *, seed, count):
-    """Send `count` fuzzed requests to a server in its own process; measure how much its memory grows after a quarter.
-
-    Args:
-        server: one of `FUZZED`.
-    """
-    for name in ("server", "idle", "routes"):
+    """Send `count` fuzzed requests to a server, one of `FUZZED`, in its own process."""
+    for name in ("server", "routes"):
         (directory / name).mkdir()
-    module = "tests.security.fuzzed_server"
-    with (
-        as_process(module, server, str(directory / "server")) as (url, process),
-        as_process(module, _IDLE, str(directory / "idle")) as (idle_url, _),
-        Waiting(url, idle_url, pid=process.pid) as waiting,
-    ):
+    with as_process("tests.security.fuzzed_server", server, str(directory / "server")) as (url, process):
         stream, began = requests(seed, application(server, directory / "routes"), TOKEN), time.monotonic()
         clients = _Clients(url, stream)
-        await clients.ask(count // 4)
+        await clients.send(count // 4)
         settled = _resident_bytes(process.pid)
-        await clients.ask(count - count // 4)
+        await clients.send(count - count // 4)
         found = clients.found
         found.grown_bytes = _resident_bytes(process.pid) - settled
         found.seconds = time.monotonic() - began
-        found.stall, *_ = waiting.stalls()
-        found.stalled_by = clients.at_work(found.stall)
+        found.stall_s, stalled, resumed = json.loads((directory / "server" / "stall").read_text())
+        found.stalled_by = [words for words, sent, ended in clients.sent if sent < resumed and ended > stalled]
     return found
 
 
@@ -95,38 +80,34 @@ class _Clients:
         self.found = Findings()
         self._url = url
         self._stream = stream
-        self._asked = deque[_Asked](maxlen=100_000)
+        self.sent = deque(maxlen=100_000)
+        """Each request in words, with the times at which it was sent and answered."""
 
-    async def ask(self, count):
+    async def send(self, count):
         """Send `count` more requests; each client waits for the response before it sends its next request."""
         until, patience = self.found.requests + count, aiohttp.ClientTimeout(total=_WAITS_FOR_OTHERS_S)
         connections = aiohttp.TCPConnector(keepalive_timeout=60.0)
         async with aiohttp.ClientSession(connector=connections, timeout=patience, trust_env=False) as http:
             await asyncio.gather(*(self._client(http, until) for _ in range(_CLIENTS)))
 
-    def at_work(self, stall):
-        """Return the requests to which the server had not responded during a stall."""
-        return [request.words for request in self._asked if request.began < stall.ended and request.ended > stall.began]
-
     async def _client(self, http, until):
         found = self.found
         while found.requests < until:
             found.requests += 1
             method, path, headers, content = next(self._stream)
-            request = _Asked(f"{method} {path} {headers} {len(content)} bytes {content[:300]!r}")
-            self._asked.append(request)
+            words, began = f"{method} {path} {headers} {len(content)} bytes {content[:300]!r}", time.monotonic()
             try:
                 status, body = await self._answer(http, method, path, headers, content)
             except TimeoutError:
                 found.waited += 1
             except aiohttp.ClientError as error:
                 if len(content) <= _MOST_UNREAD or not isinstance(error, OSError):
-                    found.failures.append(f"no answer to {request.words}: {error!r}")
+                    found.failures.append(f"no answer to {words}: {error!r}")
             else:
                 found.statuses[status] += 1
                 if status >= 500 and _code(body) not in HONEST:
-                    found.failures.append(f"{status} to {request.words}: {body[:500]!r}")
-            request.ended = time.monotonic()
+                    found.failures.append(f"{status} to {words}: {body[:500]!r}")
+            self.sent.append((words, began, time.monotonic()))
 
     async def _answer(self, http, method, path, headers, content):
         """Return the response; retry once if the server has just closed the kept-alive connection."""

@@ -9,8 +9,9 @@ from pipelinerl.config.recipe import DomainSection
 from pipelinerl.data.problems import Split, open_source
 from pipelinerl.messages import EvaluationDone, encode
 from pipelinerl.roles.verification import open_verifier
-from pipelinerl.types import Message, Outcome, Problem
+from pipelinerl.types import Outcome
 from pipelinerl.verifiers.verifier import SampledAnswer
+from tests.fakes.problems import problem
 from tests.patience import PATIENCE_S
 
 GROUP = 8
@@ -19,7 +20,7 @@ COUNTS = [pytest.param(40, id="40"), pytest.param(1000, id="1000", marks=pytest.
 ENDLESS = (6, 8)
 #: Deadline of a verdict in seconds. On a busy machine, which starts and kills processes slowly, less would not suffice.
 DEADLINE_S = 1.0
-PROBLEM = Problem(problem_id="d:1", domain="d", messages=(Message("user", "?"),), ground_truth="x+1")
+PROBLEM = problem("x+1")
 
 
 @asynccontextmanager

@@ -8,7 +8,8 @@ import pytest
 
 from pipelinerl.plugins.judge import RUBRICS, JudgeSection
 from pipelinerl.plugins.judge.verifier import Quotation, ScoreFormat, Unreadable, prompt_of
-from pipelinerl.types import Message, Problem
+from pipelinerl.types import Message
+from tests.fakes.problems import problem
 from tests.fakes.scripted_judge import DEMANDED, HONEST_WRONG, Manner, scripted_judge
 
 SCORES = ScoreFormat(low=1, high=10)
@@ -61,9 +62,7 @@ INJECTIONS = (
 
 
 def problem_of(question="What is the capital of France?", reference="Par" + "is", **more):
-    return Problem(
-        problem_id="d:1", domain="d", messages=(Message("user", question),), ground_truth=reference, metadata=more
-    )
+    return problem(reference, question=question, **more)
 
 
 def score_of(messages, manner):

@@ -72,10 +72,8 @@ def whatever(completion):
             while True:
                 pass
     values = {
-        "nan": float("nan"), "inf": float("inf"), "huge": 1e9, "none": None, "text": "0.5", "true": True, "one": 1,
-        "float32": np.float32(0.25), "array": np.ones(3), "bool_": np.bool_(True),
+        "true": True, "one": 1, "float32": np.float32(0.25), "bool_": np.bool_(True),
         "verdict": Verdict(outcome=Outcome.WRONG, reward=0.125, reason="so", answer="a"),
-        "bad verdict": Verdict(outcome=Outcome.CORRECT, reward=float("nan")),
     }  # fmt: skip
     return values.get(completion, 0.0)
 

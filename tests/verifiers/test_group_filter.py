@@ -7,20 +7,14 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.errors import RecipeError
-from pipelinerl.types import Message, Outcome, Problem
+from pipelinerl.types import Outcome
 from pipelinerl.verifiers.group_filter import GroupFilter, refusal_of
 from pipelinerl.verifiers.verifier import SampledAnswer, correct, failed, wrong
+from tests.fakes.problems import problem
 from tests.patience import PATIENCE_S
 
 FILTERS = Path(__file__).with_name("filters.py")
-PROBLEM = Problem(
-    problem_id="d:1",
-    domain="d",
-    messages=(Message("user", "?"),),
-    ground_truth="right",
-    metadata={"level": 3},
-    tags=("t=1",),
-)
+PROBLEM = problem("right", tags=("t=1",), level=3)
 ANSWERS = [SampledAnswer("right", (5, 6)), SampledAnswer("no", (7, 8, 9), "length"), SampledAnswer("?", (4,))]
 VERDICTS = [correct("right"), wrong("no"), failed("no idea")]
 
@@ -28,8 +22,8 @@ VERDICTS = [correct("right"), wrong("no"), failed("no idea")]
 async def verdict_of(function, *, deadline_s=PATIENCE_S, **metadata):
     judge = GroupFilter(f"{FILTERS}:{function}", deadline_s=deadline_s, workers=1)
     try:
-        problem = replace(PROBLEM, metadata=metadata or PROBLEM.metadata)
-        return (await judge.judge(problem, ANSWERS, VERDICTS)).verdict
+        given = replace(PROBLEM, metadata=metadata or PROBLEM.metadata)
+        return (await judge.judge(given, ANSWERS, VERDICTS)).verdict
     finally:
         await judge.close()
 

@@ -8,10 +8,11 @@ from pydantic import ValidationError
 
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.roles.verification import open_verifier
-from pipelinerl.types import Message, Outcome, Problem, RewardPart, Verdict
+from pipelinerl.types import Outcome, RewardPart, Verdict
 from pipelinerl.verifiers.verifier import Judgement, SampledAnswer, WeightedPart, WeightedSum, failed, timed_out
+from tests.fakes.problems import problem
 
-PROBLEM = Problem(problem_id="d:1", domain="d", messages=(Message("user", "?"),), ground_truth="42")
+PROBLEM = problem("42")
 
 
 def given(reward, **fields):

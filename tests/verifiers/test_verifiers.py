@@ -11,17 +11,12 @@ import pytest
 
 from pipelinerl.data.problems import Split, open_source
 from pipelinerl.system import gym_tasks
-from pipelinerl.types import Message, Outcome, Problem
+from pipelinerl.types import Outcome
 from pipelinerl.verifiers import reasoning_gym
 from pipelinerl.verifiers.reasoning_gym import UNSAFE_TASKS, ReasoningGym
 from pipelinerl.verifiers.verifier import PerAnswerVerifier, SampledAnswer
+from tests.fakes.problems import problem
 from tests.patience import PATIENCE_S
-
-
-def problem(ground_truth, **metadata):
-    return Problem(
-        problem_id="d:1", domain="d", messages=(Message("user", "?"),), ground_truth=ground_truth, metadata=metadata
-    )
 
 
 def spelling(index=0):
@@ -123,13 +118,10 @@ async def test_scorer_counts_as_slow_by_cpu_time_and_not_elapsed_time(cpu_ms, wa
         clock_s, elapsed_s = clock_s + spent_s, elapsed_s + spent_s + waits_ms / 1000
         return 1.0
 
-    metadata = {"task": "spell_backward", "parameters": {}, "index": 1}
-    problem = Problem(
-        problem_id="d:1", domain="d", messages=(Message("user", "?"),), ground_truth="a", metadata=metadata
-    )
+    given = problem("a", task="spell_backward", parameters={}, index=1)
     name = json.dumps(["spell_backward", {}])
     verifier._scorers[name] = scorer
     for _ in cpu_ms:
-        assert (await verifier.verify(problem, "a")).outcome is Outcome.CORRECT
+        assert (await verifier.verify(given, "a")).outcome is Outcome.CORRECT
     assert (name in verifier._slow) is slow
     await verifier.close()

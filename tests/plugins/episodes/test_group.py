@@ -2,22 +2,21 @@
 
 import asyncio
 import sys
-from contextlib import asynccontextmanager
 
 import pytest
 
 from pipelinerl.actor.group_maker import GroupProgress
-from pipelinerl.config.domains import DomainSection, EpisodeSection
+from pipelinerl.config.domains import DomainSection
 from pipelinerl.errors import DeadlineError, PipelineError
 from pipelinerl.plugins.episodes.command import Commands
 from pipelinerl.plugins.episodes.environment import Task
-from pipelinerl.plugins.episodes.group import EpisodeDomain, Episodes
 from pipelinerl.plugins.episodes.host_pool import EpisodeEnd, EpisodeHosts
 from pipelinerl.plugins.episodes.opening import places_of
 from pipelinerl.plugins.episodes.tool_loop import OneRequest
 from pipelinerl.types import ROOT, Outcome
 from pipelinerl.verifiers.verifier import PerAnswerVerifier, correct, wrong
 from pipelinerl.verifiers.worker_pool import num_cores
+from tests.fakes.episodes import episodes
 from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
 from tests.patience import PATIENCE_S
 
@@ -132,25 +131,14 @@ class IsB:
         return correct("b") if completion_text == "b" else wrong("it is not b")
 
 
-@asynccontextmanager
-async def episodes(player, sampler, *, verifier=None, places=None, **limits):
-    """Serve the maker of episodes that the player plays: a player, or the path and name of user code."""
-    if isinstance(player, tuple):
-        file = player[0] / "game.py"
-        file.write_text(CODE)
-        player = EpisodeHosts(f"{file}:{player[1]}")
-    section = EpisodeSection(**{"max_turns": 4, "timeout_s": PATIENCE_S} | limits)
-    domain = EpisodeDomain(player=player, limits=section, verifier=verifier, correct_at=1.0, places=places)
-    maker = Episodes(sampler, {"talk": domain}, attempts=2)
-    async with asyncio.timeout(PATIENCE_S), maker.serve():
-        try:
-            yield maker
-        finally:
-            await player.close()
+def hosts(path, name):
+    file = path / "game.py"
+    file.write_text(CODE)
+    return EpisodeHosts(f"{file}:{name}")
 
 
 async def played(path, name, *, samples=1, begun=lambda: None, **options):
-    async with episodes((path, name), TalkingSampler(second_is_right), **options) as maker:
+    async with episodes(hosts(path, name), TalkingSampler(second_is_right), **options) as maker:
         return await maker.make(order(samples=samples), GroupProgress(begun))
 
 
@@ -223,7 +211,7 @@ async def test_episode_that_exceeds_its_time_limit_has_outcome_timeout(name, tmp
 
 async def test_rewarded_episode_without_an_answer_counts_as_a_failure(tmp_path):
     progress = GroupProgress()
-    async with episodes((tmp_path, "asks_nothing"), TalkingSampler()) as maker:
+    async with episodes(hosts(tmp_path, "asks_nothing"), TalkingSampler()) as maker:
         with pytest.raises(PipelineError, match="the environment never asked the model"):
             await maker.make(order(), progress)
     assert [each.verdict.outcome for each in progress.judgements] == [Outcome.VERIFIER_ERROR]
@@ -242,7 +230,7 @@ async def test_episode_is_restarted_once_if_its_host_process_dies(tmp_path):
 
 async def test_death_of_a_host_process_with_several_episodes_counts_as_one_verifier_error(tmp_path):
     progress = GroupProgress()
-    async with episodes((tmp_path, "all_die"), TalkingSampler(second_is_right)) as maker:
+    async with episodes(hosts(tmp_path, "all_die"), TalkingSampler(second_is_right)) as maker:
         with pytest.raises(PipelineError, match="the process that played this episode is gone: it ended with status 1"):
             await maker.make(order(samples=4), progress)
     assert [each.verdict.outcome for each in progress.judgements] == [Outcome.VERIFIER_ERROR]
@@ -250,14 +238,13 @@ async def test_death_of_a_host_process_with_several_episodes_counts_as_one_verif
 
 async def test_host_process_whose_connection_is_closed_gets_no_further_episode(tmp_path):
     """Writing to a closed connection raises RuntimeError in uvloop, whereas asyncio discards the data silently."""
-    (tmp_path / "game.py").write_text(CODE)
-    hosts, task = EpisodeHosts(f"{tmp_path / 'game.py'}:three"), Task.of(order().problem, seed=0)
-    await hosts.start()
-    hosts._hosts[0].child.lines.close()
+    player, task = hosts(tmp_path, "three"), Task.of(order().problem, seed=0)
+    await player.start()
+    player._hosts[0].child.lines.close()
     try:
-        ended = await hosts.play(task, base_url="http://127.0.0.1:9", api_key="", timeout_s=PATIENCE_S)
+        ended = await player.play(task, base_url="http://127.0.0.1:9", api_key="", timeout_s=PATIENCE_S)
     finally:
-        await hosts.close()
+        await player.close()
     assert ended.how == "raised" and "127.0.0.1:9" in ended.reason
 
 
@@ -265,13 +252,13 @@ async def test_group_of_episodes_fails_if_no_engine_can_answer(tmp_path):
     def fail(_):
         raise DeadlineError("no engine completed the request")
 
-    async with episodes((tmp_path, "three"), TalkingSampler(fail)) as maker:
+    async with episodes(hosts(tmp_path, "three"), TalkingSampler(fail)) as maker:
         with pytest.raises(DeadlineError, match="no engine completed"):
             await maker.make(order(samples=2), GroupProgress())
 
 
 async def test_group_fails_with_the_name_of_the_environment_that_cannot_be_loaded(tmp_path):
-    async with episodes((tmp_path, "absent"), TalkingSampler()) as maker:
+    async with episodes(hosts(tmp_path, "absent"), TalkingSampler()) as maker:
         with pytest.raises(PipelineError, match=r"model answered in no episode.*has no 'absent'"):
             await maker.make(order(), GroupProgress())
 
@@ -341,6 +328,6 @@ def test_programs_are_limited_by_cores_and_episodes_in_hosts_are_not():
 
 
 async def test_messages_that_are_a_text_are_rejected(tmp_path):
-    async with episodes((tmp_path, "asks_a_text"), TalkingSampler()) as maker:
+    async with episodes(hosts(tmp_path, "asks_a_text"), TalkingSampler()) as maker:
         made = await maker.play(order(), 0, GroupProgress())
     assert "TypeError: messages must be a list of messages" in made.judgement.verdict.reason

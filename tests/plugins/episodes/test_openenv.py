@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from types import FunctionType
 from typing import final
 
@@ -16,15 +16,14 @@ import pytest
 from aiohttp import WSMsgType, web
 
 from pipelinerl.actor.group_maker import GroupProgress
-from pipelinerl.config.domains import EpisodeSection
 from pipelinerl.errors import AddressError, ReferenceFailed
 from pipelinerl.models.tokenizer import ChatTokenizer
-from pipelinerl.plugins.episodes.group import EpisodeDomain, Episodes
 from pipelinerl.plugins.episodes.host_pool import EpisodeHosts
 from pipelinerl.plugins.episodes.openenv import Actions, OpenEnv
 from pipelinerl.plugins.episodes.trial import ScriptedAnswers
 from pipelinerl.plugins.episodes.user_code import load_play
 from pipelinerl.types import Outcome
+from tests.fakes.episodes import episodes
 from tests.fakes.raw_server import raw_server, response, sending
 from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
 from tests.fakes.tool_model import tool_tokenizer
@@ -183,15 +182,9 @@ async def check_the_tools(url):
 
 
 async def played(url, script, *, samples=1, **options):
-    hosts = EpisodeHosts(f"openenv:{url}", options)
-    domain = EpisodeDomain(player=hosts, limits=EpisodeSection(max_turns=4), verifier=None, correct_at=1.0)
     sampler = TalkingSampler(script) if isinstance(script, FunctionType) else script
-    maker = Episodes(sampler, {"talk": domain}, attempts=1)
-    async with asyncio.timeout(PATIENCE_S), maker.serve():
-        try:
-            return list(await maker.make(order(samples=samples, max_tokens=256), GroupProgress()))
-        finally:
-            await domain.close()
+    async with episodes(EpisodeHosts(f"openenv:{url}", options), sampler) as maker:
+        return list(await maker.make(order(samples=samples, max_tokens=256), GroupProgress()))
 
 
 async def check_the_game(url):
@@ -233,20 +226,17 @@ async def test_episode_waits_for_a_restarting_openenv_server():
         async with serving(Server(), port):
             await asyncio.sleep(PATIENCE_S)
 
-    async with serving(Server()) as url:
-        hosts = EpisodeHosts(f"openenv:{url}")
-        domain = EpisodeDomain(player=hosts, limits=EpisodeSection(), verifier=None, correct_at=1.0)
-        maker = Episodes(TalkingSampler(lambda messages: "b"), {"talk": domain}, attempts=1)
-        async with asyncio.timeout(PATIENCE_S), maker.serve():
-            await maker.make(order(), GroupProgress())
-    restart = asyncio.create_task(later(int(url.rpartition(":")[2])))
-    async with asyncio.timeout(PATIENCE_S), maker.serve():
-        try:
-            (made,) = await maker.make(order(), GroupProgress())
-        finally:
+    async with AsyncExitStack() as stack:
+        url = await stack.enter_async_context(serving(Server()))
+        port = int(url.rpartition(":")[2])
+        maker = episodes(EpisodeHosts(f"openenv:{url}"), TalkingSampler(lambda messages: "b"))
+        async with maker as made:
+            await made.make(order(), GroupProgress())
+            await stack.aclose()
+            restart = asyncio.create_task(later(port))
+            (again,) = await made.make(order(), GroupProgress())
             restart.cancel()
-            await domain.close()
-    assert made.rollout.verdict.outcome is Outcome.CORRECT
+    assert again.rollout.verdict.outcome is Outcome.CORRECT
 
 
 @pytest.mark.parametrize(
@@ -275,22 +265,12 @@ async def test_error_names_the_server_that_is_down_or_is_not_an_openenv_server()
     with pytest.raises(ReferenceFailed, match=r"environment_options: .*`letter`"):
         load_play("openenv:http://localhost:1", {"letter": "a"})
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+        nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
     reasons = []
-    app = web.Application()
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    for at in (port, runner.addresses[0][1]):
-        play = load_play(f"openenv:http://127.0.0.1:{at}")
-        hosts = EpisodeHosts(f"openenv:http://127.0.0.1:{at}")
-        domain = EpisodeDomain(player=hosts, limits=EpisodeSection(), verifier=None, correct_at=1.0)
-        episodes = Episodes(TalkingSampler(), {"talk": domain}, attempts=1)
-        async with asyncio.timeout(PATIENCE_S), episodes.serve():
-            reasons.append((await episodes.play(order(), 0, GroupProgress())).judgement.verdict.reason)
-        await domain.close()
-        assert play is not None
-    await runner.cleanup()
+    async with raw_server(sending(response(b"", status=404))) as other:
+        for url in (nobody, other):
+            async with episodes(EpisodeHosts(f"openenv:{url}"), TalkingSampler()) as maker:
+                reasons.append((await maker.play(order(), 0, GroupProgress())).judgement.verdict.reason)
     assert "cannot be reached" in reasons[0] and "start it, or fix the URL" in reasons[0]
     assert "is no OpenEnv server: GET /schema answered 404" in reasons[1]
 

@@ -1,6 +1,5 @@
 """Episodes with a tool that the recipe offers, with and without an agent: a scripted model, the real gateway."""
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from typing import final
@@ -9,17 +8,16 @@ import pytest
 
 from pipelinerl.actor.actor import VerifierTally
 from pipelinerl.actor.group_maker import GroupProgress
-from pipelinerl.config.domains import EpisodeSection
 from pipelinerl.errors import PipelineError
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.episodes.client import ChatRefused, EpisodeClient
-from pipelinerl.plugins.episodes.group import EpisodeDomain, Episodes
 from pipelinerl.plugins.episodes.host_pool import EpisodeEnd
 from pipelinerl.plugins.episodes.tool_loop import OneRequest, Toolbox
 from pipelinerl.plugins.episodes.trial import ScriptedAnswers
 from pipelinerl.system.http_client import hot_session
 from pipelinerl.types import Outcome
 from pipelinerl.verifiers.verifier import PerAnswerVerifier, correct, wrong
+from tests.fakes.episodes import episodes
 from tests.fakes.talking_sampler import order
 from tests.fakes.tool_model import tool_tokenizer
 from tests.patience import PATIENCE_S
@@ -75,21 +73,12 @@ def tokenizer():
     return ChatTokenizer(made, {made.convert_tokens_to_ids("<|end|>")})
 
 
-async def played(answers, *, max_turns=4, episodes=1, progress=None, agent=None):
-    domain = EpisodeDomain(
-        player=OneRequest() if agent is None else Played(agent),
-        limits=EpisodeSection(max_turns=max_turns),
-        verifier=PerAnswerVerifier(IsAB()),
-        correct_at=1.0,
-        tools=Toolbox(Shout()),
-    )
-    maker = Episodes(ScriptedAnswers(tokenizer(), answers), {"talk": domain}, attempts=1)
-    async with asyncio.timeout(PATIENCE_S), maker.serve():
-        try:
-            for _ in range(episodes):
-                (made,) = await maker.make(order(max_tokens=256), progress or GroupProgress())
-        finally:
-            await domain.close()
+async def played(answers, *, max_turns=4, count=1, progress=None, agent=None):
+    player, sampler = OneRequest() if agent is None else Played(agent), ScriptedAnswers(tokenizer(), answers)
+    about = {"verifier": PerAnswerVerifier(IsAB()), "tools": Toolbox(Shout()), "max_turns": max_turns}
+    async with episodes(player, sampler, **about) as maker:
+        for _ in range(count):
+            (made,) = await maker.make(order(max_tokens=256), progress or GroupProgress())
     return made
 
 
@@ -179,7 +168,7 @@ async def test_tool_calls_are_counted_as_parsed_or_malformed():
     tally = VerifierTally()
     progress = GroupProgress()
     broken = call(text="ab").replace("}}", "}")
-    await played([call(text="ab") + call(text="bad"), broken, "AB"], episodes=2, progress=progress)
+    await played([call(text="ab") + call(text="bad"), broken, "AB"], count=2, progress=progress)
     for calls, environment_s in progress.episodes:
         tally.note_episode("talk", calls, environment_s)
     figures = tally.by_domain["talk"]
@@ -188,6 +177,6 @@ async def test_tool_calls_are_counted_as_parsed_or_malformed():
 
 
 async def test_actor_logs_one_warning_if_tools_are_offered_but_not_called_in_the_first_episodes(caplog):
-    await played(["AB"] * 25, episodes=25)
+    await played(["AB"] * 25, count=25)
     (warning,) = [record.getMessage() for record in caplog.records if "tools are offered" in record.getMessage()]
     assert "domain talk: tools are offered, and none of the first 20 episodes" in warning

@@ -1,20 +1,20 @@
 """Tasksets of the library `verifiers`, which runs in a separate virtual environment that slow tests first install."""
 
-import asyncio
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipelinerl.actor.group_maker import GroupProgress
-from pipelinerl.config.domains import EpisodeSection
 from pipelinerl.errors import PipelineError, ReferenceFailed
-from pipelinerl.plugins.episodes.group import EpisodeDomain, Episodes
 from pipelinerl.plugins.episodes.host_pool import EpisodeHosts
 from pipelinerl.plugins.episodes.opening import check_taskset
-from pipelinerl.types import Message, Outcome, Problem, PromptOrder
+from pipelinerl.types import Outcome
+from tests.fakes.episodes import episodes
+from tests.fakes.problems import problem
 from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
 from tests.patience import PATIENCE_S
 
@@ -66,18 +66,7 @@ __all__ = ["Letters", "Pair"]
 
 
 def numbered(index, samples=1):
-    problem = Problem(
-        problem_id=f"p{index}",
-        domain="talk",
-        messages=(Message("user", "-"),),
-        ground_truth="",
-        metadata={"index": index},
-    )
-    return PromptOrder(**{**vars_of(order(samples=samples)), "problem": problem})
-
-
-def vars_of(made):
-    return {name: getattr(made, name) for name in made.__dataclass_fields__}
+    return replace(order(samples=samples), problem=problem(problem_id=f"p{index}", domain="talk", index=index))
 
 
 def test_python_without_the_verifiers_library_is_rejected_with_an_install_command():
@@ -108,13 +97,8 @@ def options(verifiers_python, tmp_path):
 async def played(options, *orders):
     check_taskset("letters", options)
     hosts = EpisodeHosts("verifiers:letters", options)
-    domain = EpisodeDomain(player=hosts, limits=EpisodeSection(max_turns=4), verifier=None, correct_at=1.0)
-    maker = Episodes(TalkingSampler(lambda messages: "c"), {"talk": domain}, attempts=1)
-    async with asyncio.timeout(6 * PATIENCE_S), maker.serve():
-        try:
-            return [list(await maker.make(each, GroupProgress())) for each in orders]
-        finally:
-            await domain.close()
+    async with episodes(hosts, TalkingSampler(lambda messages: "c"), patience_s=6 * PATIENCE_S) as maker:
+        return [list(await maker.make(each, GroupProgress())) for each in orders]
 
 
 @pytest.mark.slow

@@ -4,26 +4,17 @@ import pytest
 
 from pipelinerl.plugins.instructions.catalogue import Matching, Score
 from pipelinerl.plugins.instructions.verifier import InstructionFollowing
-from pipelinerl.types import Message, Outcome, Problem
+from pipelinerl.types import Outcome
+from tests.fakes.problems import problem
 from tests.patience import PATIENCE_S
 
 COMMA, WORDS, KEYWORD = "punctuation:no_comma", "length_constraints:number_words", "keywords:existence"
 
 
-def problem(*instructions):
-    return Problem(
-        problem_id="d:1",
-        domain="d",
-        messages=(Message("user", "?"),),
-        ground_truth="",
-        metadata={"instructions": list(instructions)},
-    )
-
-
-SEA = problem(
+SEA = problem(instructions=[
     {"id": COMMA}, {"id": WORDS, "num_words": 3, "relation": "at least"},
     {"id": KEYWORD, "keywords": ["sea"]}, {"id": KEYWORD, "keywords": ["blue"]},
-)  # fmt: skip
+])  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -61,7 +52,7 @@ async def test_reward_has_a_part_for_each_kind_of_instruction_with_the_share_tha
     ],
 )
 async def test_problem_without_valid_instructions_gives_a_verifier_error(named, reason):
-    verdict = await InstructionFollowing().verify(problem(*named), "x")
+    verdict = await InstructionFollowing().verify(problem(instructions=named), "x")
     assert verdict.outcome is Outcome.VERIFIER_ERROR
     assert reason in verdict.reason
 

@@ -20,17 +20,16 @@ from pipelinerl.plugins.judge.verifier import Judge, ScoreFormat, Spending, Unre
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from pipelinerl.registry import ENGINES, load
 from pipelinerl.roles.verification import open_verifier
-from pipelinerl.types import Message, Outcome, Problem
+from pipelinerl.types import Outcome
 from pipelinerl.verifiers.verifier import BudgetShare, SampledAnswer
 from tests.fakes.engine_options import engine_options
 from tests.fakes.openai_server import OpenAIFake
+from tests.fakes.problems import problem
 from tests.fakes.scripted_judge import scripted_judge
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
 
-CAPITAL = Problem(
-    problem_id="d:1", domain="d", messages=(Message("user", "The capital of France?"),), ground_truth="It is well known"
-)
+CAPITAL = problem("It is well known", question="The capital of France?")
 
 
 @asynccontextmanager

@@ -15,7 +15,8 @@ from pipelinerl.plugins.math_answer.notation import canonical, normal_form
 from pipelinerl.plugins.math_answer.quantities import number
 from pipelinerl.plugins.math_answer.structures import equal
 from pipelinerl.plugins.math_answer.verifier import MathAnswer, boxed_reference
-from pipelinerl.types import Message, Outcome, Problem
+from pipelinerl.types import Outcome
+from tests.fakes.problems import problem
 from tests.patience import SOON_S
 
 #: Mark of tests that share the math verifier: they must run on the verifier's event loop.
@@ -24,10 +25,6 @@ shared_loop = pytest.mark.asyncio(loop_scope="module")
 PAIRS = tomllib.loads((Path(__file__).parents[3] / "benchmarks/math_answers.toml").read_text())
 #: An expression that no evaluation ends.
 ENDLESS = r"\sum_{k=1}^{10^{12}} \lfloor \sqrt{k} \rfloor"
-
-
-def problem(ground_truth):
-    return Problem(problem_id="d:1", domain="d", messages=(Message("user", "?"),), ground_truth=ground_truth)
 
 
 def judged(gold, answer):

@@ -7,7 +7,7 @@ import pytest
 from pipelinerl.plugins.oubliette.checkers import Checker, CustomChecker, Protocol
 from pipelinerl.plugins.oubliette.code_problem import CodeProblem, CodeTest, TestsMalformed, program_block
 from pipelinerl.plugins.oubliette.repository import Link
-from pipelinerl.types import Message, Problem
+from tests.fakes.problems import problem
 
 PAIRS = [{"input": "1\n", "output": "2\n"}, {"input": "3\n", "output": "6\n"}]
 #: The second pair, as LiveCodeBench packs private tests: base64 of a zlib stream of a pickled JSON text.
@@ -16,11 +16,7 @@ WANTED = (CodeTest(b"1\n", b"2\n"), CodeTest(b"3\n", b"6\n"))
 
 
 def read(ground_truth="", **metadata):
-    return CodeProblem.of(
-        Problem(
-            problem_id="p", domain="d", messages=(Message("user", "?"),), ground_truth=ground_truth, metadata=metadata
-        )
-    )
+    return CodeProblem.of(problem(ground_truth, **metadata))
 
 
 @pytest.mark.parametrize(
@@ -106,12 +102,10 @@ def test_limits_and_checkers_are_read_from_a_problems_metadata():
 
 def test_inputs_and_outputs_of_test_cases_may_be_links_to_stored_data():
     link = Link.of(b"much")
-    problem = read(
-        tests=[{"input": {"link": str(link)}, "output": str(link)}], checker={"language": "cpp", "program": str(link)}
-    )
-    assert problem.tests == (CodeTest(link, str(link).encode()),), "a text is a text, whatever it says"
-    assert isinstance(problem.checker, CustomChecker)
-    assert problem.checker.program == link
+    checker = {"language": "cpp", "program": str(link)}
+    made = read(tests=[{"input": {"link": str(link)}, "output": str(link)}], checker=checker)
+    assert made.tests == (CodeTest(link, str(link).encode()),), "a text is a text, whatever it says"
+    assert made.checker == CustomChecker(language="cpp", source="", protocol=Protocol.TESTLIB, program=link)
 
 
 PROGRAM = "print(1)\n"

@@ -16,24 +16,15 @@ from pipelinerl.plugins.oubliette.section import OublietteSection
 from pipelinerl.plugins.oubliette.verifier import Oubliette, PythonTool
 from pipelinerl.roles.verification import open_verifier
 from pipelinerl.system.service_client import Grace
-from pipelinerl.types import Message, Outcome, Problem
+from pipelinerl.types import Outcome
 from pipelinerl.verifiers.verifier import SampledAnswer
+from tests.fakes.problems import problem
 from tests.patience import PATIENCE_S
 
 RULES = OublietteSection(languages=("python", "c"), time_limit_s=PATIENCE_S)
 DOUBLES = [{"input": f"{n}\n", "output": f"{2 * n}\n"} for n in range(6)]
 RIGHT = "print(2 * int(input()))"
 HALF = "n = int(input())\nprint(2 * n if n < 3 else 0)"
-
-
-def problem(**metadata):
-    return Problem(
-        problem_id="p",
-        domain="d",
-        messages=(Message("user", "?"),),
-        ground_truth="",
-        metadata={"tests": DOUBLES, **metadata},
-    )
 
 
 @pytest.fixture
@@ -44,7 +35,9 @@ async def oubliette(sandbox):
 
 
 async def judged(verifier, code, language="python", **metadata):
-    return await verifier.verify(problem(**metadata), f"It is so:\n```{language}\n{code}\n```\nand done.")
+    return await verifier.verify(
+        problem(**{"tests": DOUBLES} | metadata), f"It is so:\n```{language}\n{code}\n```\nand done."
+    )
 
 
 async def test_correct_and_wrong_programs_are_judged_correct_and_wrong(oubliette):
@@ -69,7 +62,7 @@ async def test_correct_and_wrong_programs_are_judged_correct_and_wrong(oubliette
 
 
 async def test_answer_without_a_program_is_wrong_with_a_reason(oubliette):
-    assert "no closed fenced block" in (await oubliette.verify(problem(), RIGHT)).reason
+    assert "no closed fenced block" in (await oubliette.verify(problem(tests=DOUBLES), RIGHT)).reason
     verdict = await judged(oubliette, "puts 1", "ruby")
     assert verdict.outcome is Outcome.WRONG
     assert "the code is in 'ruby'; accepted are python, c" in verdict.reason
@@ -186,7 +179,7 @@ async def test_code_domain_of_a_recipe_is_judged_by_the_share_of_tests_passed(sa
     verifier = open_verifier(domain)
     try:
         answers = [SampledAnswer(f"```\n{code}\n```") for code in (RIGHT, HALF, "1/0")]
-        judgements = await verifier.judge(problem(), answers)
+        judgements = await verifier.judge(problem(tests=DOUBLES), answers)
     finally:
         await verifier.close()
     assert [judgement.verdict.reward for judgement in judgements] == [1.0, 0.5, 0.0]

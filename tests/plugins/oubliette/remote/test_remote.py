@@ -24,7 +24,8 @@ from pipelinerl.plugins.oubliette.sandbox import Sandbox, isolation_of
 from pipelinerl.plugins.oubliette.section import OublietteSection
 from pipelinerl.plugins.oubliette.verifier import Oubliette
 from pipelinerl.system.service_client import IS_FULL, ServicePatience
-from pipelinerl.types import Message, Outcome, Problem
+from pipelinerl.types import Outcome
+from tests.fakes.problems import problem
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S, SOON_S
 
@@ -98,14 +99,7 @@ async def verifier(served, monkeypatch):
 
 
 async def judged(verifier, code, language="python", **metadata):
-    problem = Problem(
-        problem_id="p",
-        domain="d",
-        messages=(Message("user", "?"),),
-        ground_truth="",
-        metadata={"tests": DOUBLES, **metadata},
-    )
-    return await verifier.verify(problem, f"```{language}\n{code}\n```")
+    return await verifier.verify(problem(**{"tests": DOUBLES} | metadata), f"```{language}\n{code}\n```")
 
 
 async def test_remote_sandbox_gives_the_same_verdicts_as_a_local_sandbox_and_names_its_isolation_tier(verifier):

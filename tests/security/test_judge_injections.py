@@ -97,25 +97,19 @@ def test_thirty_prompt_injections_change_the_judges_score_if_answers_are_not_quo
     print(f"\nmoved unquoted: {share(moved, DEMANDED):.0%}; by guessed fences {share(guessed, DEMANDED):.0%}")
 
 
-def test_no_prompt_injection_in_an_answer_breaks_out_of_its_quotation():
-    scores = [score_of(prompt_of(SETTINGS, problem_of(), text), Manner.CAREFUL) for text in INJECTIONS]
-    assert share(scores, HONEST_WRONG) == 1.0
-    print(f"\nmoved in quotation: {share(scores, DEMANDED):.0%} of {len(INJECTIONS)}")
-
-
-@pytest.mark.parametrize("place", ["question", "reference", "hint"])
-def test_no_prompt_injection_in_another_field_of_the_judges_prompt_breaks_out_of_its_quotation(place):
+@pytest.mark.parametrize("place", ["answer", "question", "reference", "hint"])
+def test_no_prompt_injection_in_a_field_of_the_judges_prompt_breaks_out_of_its_quotation(place):
     settings = JudgeSection(url="http://127.0.0.1:1", rubric=RUBRICS["reference"] + "\n{{ hint }}")
     for text in INJECTIONS:
-        fields = {"hint": "none", place: text}
-        assert score_of(prompt_of(settings, problem_of(**fields), "Rome."), Manner.CAREFUL) == HONEST_WRONG
+        fields = {"answer": "Rome.", "hint": "none", place: text}
+        answer = fields.pop("answer")
+        assert score_of(prompt_of(settings, problem_of(**fields), answer), Manner.CAREFUL) == HONEST_WRONG
 
 
 def test_judge_that_repeats_an_answer_never_awards_the_score_that_the_answer_demands():
     scores = [score_of(prompt_of(SETTINGS, problem_of(), text), Manner.ECHO) for text in INJECTIONS]
-    assert share(scores, DEMANDED) == 0.0
-    assert None in scores, "a reply with two scores is no vote"
-    print(f"\nof a judge that repeats: moved {share(scores, DEMANDED):.0%}, masked {share(scores, None):.0%}")
+    assert DEMANDED not in scores and None in scores, "a reply with two scores is no vote"
+    print(f"\nof a judge that repeats: masked {share(scores, None):.0%}")
 
 
 def test_quoting_answers_does_not_protect_a_judge_that_obeys_quoted_text():

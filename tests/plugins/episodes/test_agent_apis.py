@@ -206,6 +206,23 @@ async def test_every_thinking_style_is_shown_and_recognised_again():
     assert [turn.new_segment for turn in episode.episode.turns] == [NewSegment.FIRST, None, None, None]
 
 
+@pytest.mark.parametrize("marks", ["<think> </think>", "[THINK] [/THINK]"])
+async def test_call_drafted_in_thinking_is_shown_as_thinking_and_the_answer_as_the_answer(marks):
+    opening, closing = marks.split()
+    draft = f"I could run {CALL} but"
+    async with (
+        opened(ScriptedModel([f"{opening}{draft}{closing}4", "5"])) as episode,
+        openai.AsyncOpenAI(base_url=episode.base_url(), api_key="any") as client,
+    ):
+        messages = [{"role": "user", "content": "hi"}]
+        (choice,) = (await client.chat.completions.create(model="m", messages=messages)).choices
+        assert choice.message.content == "4" and not choice.message.tool_calls
+        assert choice.message.reasoning_content == draft
+        messages += [{"role": "assistant", "content": "4"}, {"role": "user", "content": "more"}]
+        await client.chat.completions.create(model="m", messages=messages)
+    assert [turn.new_segment for turn in episode.episode.turns] == [NewSegment.FIRST, None]
+
+
 @given(
     st.lists(st.sampled_from(["<think>", "</think>", "<th", "</", "ink>", "\n", " ", "a", "b"]), max_size=8),
     st.booleans(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import openai
 import pytest
@@ -14,25 +13,10 @@ from pipelinerl.config.domains import EpisodeSection
 from pipelinerl.errors import DeadlineError
 from pipelinerl.plugins.episodes.episode import Episode
 from pipelinerl.plugins.episodes.gateway import Gateway
-from pipelinerl.types import Answered
 from tests.fakes.talking_sampler import TalkingSampler, order
 from tests.patience import PATIENCE_S
 
 HELLO = [{"role": "user", "content": "hello"}]
-
-
-@dataclass(frozen=True)
-class _Fixed:
-    """Answers every request with `text`, whatever its tokens."""
-
-    text: str
-
-    async def complete(self, request, *, on_text=None):
-        completion = (await TalkingSampler().complete(request)).completion
-        (choice,) = completion.choices
-        message = choice.message.model_copy(update={"content": self.text})
-        choices = [choice.model_copy(update={"message": message})]
-        return Answered(completion.model_copy(update={"choices": choices}), url="")
 
 
 @asynccontextmanager
@@ -61,18 +45,6 @@ async def test_gateway_assigns_a_request_to_its_episode_by_the_url_path_or_by_th
         second = await reply(base, again, key=episode.episode.secret)
         assert (first.content, second.content) == ("a1", "a3")
         assert [turn.parent for turn in episode.episode.turns] == [None, episode.episode.turns[0]]
-
-
-async def test_gateway_shows_a_call_drafted_in_thinking_as_thinking_and_the_answer_as_the_answer():
-    draft = '<tool_call>{"name": "python", "arguments": {"code": "print(1)"}}</tool_call>'
-    for text in (f"<think>I could run {draft} but</think>4", f"[THINK]I could run {draft} but[/THINK]4"):
-        async with opened(_Fixed(text)) as episode:
-            message = await reply(episode.base_url())
-            assert message.content == "4" and not message.tool_calls
-            assert message.reasoning_content == f"I could run {draft} but"
-            again = [*HELLO, {"role": "assistant", "content": "4"}, {"role": "user", "content": "more"}]
-            await reply(episode.base_url(), again)
-            assert [turn.parent for turn in episode.episode.turns] == [None, episode.episode.turns[0]]
 
 
 async def test_request_to_the_gateway_after_its_episode_has_ended_gets_status_404():

@@ -137,37 +137,27 @@ async def test_answers_are_sent_to_another_verifier_service_if_the_first_respond
     assert verifier.judged == len(ANSWERS), "each answer was judged once"
 
 
+NOBODY = "http://127.0.0.1:1"
+
+
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("answer", "named", "words"),
     [
-        (raw(b"oops", 500), "refuses (500): oops"),
-        (responding(1.0), "gave 1 verdicts on 3 answers"),
-        (None, "cannot be reached"),
+        (raw(b"oops", 500), {}, "refuses (500): oops"),
+        (responding(1.0), {}, "gave 1 verdicts on 3 answers"),
+        (None, {}, "cannot be reached"),
+        (None, None, "no verifier service of this run judges words now"),
+        (None, {"domains": ("maths",)}, "no verifier service of this run judges words now"),
+        (None, {"rules": "r2"}, "by another recipe than this actor's"),
     ],
 )
-async def test_answers_get_a_verifier_error_with_the_reason_if_every_verifier_service_fails(answer, words):
+async def test_answers_get_a_verifier_error_with_the_reason_if_no_verifier_service_can_judge_them(answer, named, words):
     with in_thread(Hostile(answer or raw(b"")).app) as url:
         async with client(grace_s=0.6) as services:
-            services.update([lease(url if answer else "http://127.0.0.1:1")])
+            services.update([] if named is None else [lease(url if answer else NOBODY, **named)])
             judged = await services.judge("words", RULES, problem(1), ANSWERS)
     assert [judgement.verdict.outcome for judgement in judged] == [Outcome.VERIFIER_ERROR] * 3
     assert all(words in judgement.verdict.reason for judgement in judged), judged
-
-
-@pytest.mark.parametrize(
-    ("leases", "words"),
-    [
-        ((), "no verifier service of this run judges words now"),
-        ((lease("http://127.0.0.1:1", domains=("maths",)),), "no verifier service of this run judges words now"),
-        ((lease("http://127.0.0.1:1", rules="r2"),), "by another recipe than this actor's"),
-    ],
-)
-async def test_answers_get_a_verifier_error_if_no_verifier_service_has_their_domain_and_recipe(leases, words):
-    async with client(grace_s=0.2) as services:
-        services.update(leases)
-        judged = await services.judge("words", RULES, problem(1), ANSWERS)
-    assert all(judgement.verdict.outcome is Outcome.VERIFIER_ERROR for judgement in judged)
-    assert words in judged[0].verdict.reason
 
 
 async def test_answers_get_a_verifier_error_without_retries_if_every_verifier_service_rejects_the_request():

@@ -96,16 +96,7 @@ class Oubliette:
         """Judge the program in an answer; the verdict's reason names the sandbox's tier."""
         try:
             runner = await self._sandbox.opened(_GRACE_S)
-            read = CodeProblem.of(problem)
-            tries = 1
-            while True:
-                try:
-                    verdict = await _Judged(runner, read, self._rules, self._deadline_s).verdict(completion_text)
-                    break
-                except ContentMissing:
-                    if tries == _TRIES:
-                        raise
-                    tries += 1
+            verdict = await self._judged(runner, CodeProblem.of(problem), completion_text)
         except (SandboxMissing, SandboxLost, TestsMalformed, ToolchainMissing, CheckerFailed, ContentMissing) as error:
             return failed(str(error))
         except TimeoutError:
@@ -119,6 +110,12 @@ class Oubliette:
 
     async def close(self) -> None:
         await self._sandbox.close()
+
+    async def _judged(self, runner: CodeRunner, problem: CodeProblem, text: str) -> Verdict:
+        for _ in range(_TRIES - 1):
+            with contextlib.suppress(ContentMissing):
+                return await _Judged(runner, problem, self._rules, self._deadline_s).verdict(text)
+        return await _Judged(runner, problem, self._rules, self._deadline_s).verdict(text)
 
 
 class _LazyRunner:

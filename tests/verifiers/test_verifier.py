@@ -86,17 +86,11 @@ async def test_recipe_can_combine_reward_functions_and_verifiers(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        (
-            {"verifier": "math_answer", "rewards": [{"function": "math_answer"}]},
-            "verifier and rewards exclude",
-        ),
-        (
-            {"rewards": [{"function": "a.py:f"}, {"function": "b.py:f"}]},
-            "must have unique names, got f, f",
-        ),
+        ({"verifier": "math_answer", "rewards": [{"function": "math_answer"}]}, "verifier and rewards exclude"),
+        ({"rewards": [{"function": "a.py:f"}, {"function": "b.py:f"}]}, "must have unique names, got f, f"),
         ({"rewards": [{"function": "a.py:f", "weight": 0.0}]}, "rewards.weight must not be 0, as it is for f"),
     ],
-)
+)  # fmt: skip
 def test_invalid_settings_of_a_domains_verifiers_are_rejected(fields, sentence):
     with pytest.raises(ValidationError, match=sentence):
         DomainSection.model_validate({"name": "d", "source": "addition", **fields}, strict=False)

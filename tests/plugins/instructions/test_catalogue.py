@@ -20,88 +20,51 @@ from pipelinerl.plugins.instructions.instruction import id_of, stated
 CASES = [
     ("length_constraints:number_words", {"num_words": 3, "relation": "at least"}, ["a b c", "don't go"], ["a b", "-"]),
     ("length_constraints:number_words", {"num_words": 3, "relation": "less than"}, ["a b"], ["a b c"]),
-    (
-        "length_constraints:number_sentences",
-        {"num_sentences": 2, "relation": "at least"},
-        ["One. Two!", "He said 3.5 is it. “Yes.”", "One\n\nTwo", "これは文です。二つ目です。", "Is it? So."],
-        ["One", "Dr. Who came to No. 5 St. James", "It is 3.14 or so.", "J. R. R. Tolkien wrote", "Wait ...", "..."],
-    ),
-    (
-        "length_constraints:number_sentences",
-        {"num_sentences": 2, "relation": "less than"},
-        ["One, e.g. this."],
-        ["A. B? C"],
-    ),
-    (
-        "length_constraints:number_paragraphs",
-        {"num_paragraphs": 2},
-        ["a\n***\nb", "***\na *** b ***", "a\n* * *\nb"],
-        ["a\n\nb", "a ***\n***\nb", "a***b***c"],
-    ),
-    (
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "weekend"},
-        ["a\n\nWeekend, at last", 'a\n\n\n\n"weekend" b'],
-        ["a\n\nWeekends", "weekend\n\na", "a\n\nb\n\nweekend", "weekend"],
-    ),
+    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "at least"},
+     ["One. Two!", "He said 3.5 is it. “Yes.”", "One\n\nTwo", "これは文です。二つ目です。", "Is it? So."],
+     ["One", "Dr. Who came to No. 5 St. James", "It is 3.14 or so.", "J. R. R. Tolkien wrote", "Wait ...", "..."]),
+    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "less than"}, ["One, e.g. this."],
+     ["A. B? C"]),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, ["a\n***\nb", "***\na *** b ***", "a\n* * *\nb"],
+     ["a\n\nb", "a ***\n***\nb", "a***b***c"]),
+    ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "weekend"},
+     ["a\n\nWeekend, at last", 'a\n\n\n\n"weekend" b'],
+     ["a\n\nWeekends", "weekend\n\na", "a\n\nb\n\nweekend", "weekend"]),
     ("keywords:existence", {"keywords": ["sea", "c++"]}, ["SEA and C++", "seaside c++"], ["sea c+", "cpp"]),
     ("keywords:frequency", {"keyword": "a.b", "frequency": 2, "relation": "at least"}, ["a.b A.B"], ["a.b axb"]),
     ("keywords:frequency", {"keyword": "x", "frequency": 2, "relation": "less than"}, ["x"], ["x x"]),
     ("keywords:forbidden_words", {"forbidden_words": ["rock", "c++"]}, ["rocket, C+"], ["A Rock.", "use C++!"]),
     ("keywords:letter_frequency", {"letter": "#", "let_frequency": 2, "let_relation": "at least"}, ["## a"], ["#"]),
     ("keywords:letter_frequency", {"letter": "E", "let_frequency": 2, "let_relation": "less than"}, ["e"], ["eE"]),
-    (
-        "detectable_format:number_bullet_lists",
-        {"num_bullets": 2},
-        ["* a\n - b", "*a\n*b"],
-        ["* a", "**a**\n* b", "*\n* b"],
-    ),
-    (
-        "detectable_format:multiple_sections",
-        {"section_spliter": "SECTION", "num_sections": 2},
-        ["SECTION 1\na\nSECTION 2 b", "SECTION1 SECTION 2 SECTION 3"],
-        ["SECTION 1", "Section 1 Section 2", "SECTION a SECTION b"],
-    ),
-    (
-        "detectable_format:number_highlighted_sections",
-        {"num_highlights": 2},
-        ["*a* **b**"],
-        ["*a* ** *\n*", "* a\n* b"],
-    ),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, ["* a\n - b", "*a\n*b"],
+     ["* a", "**a**\n* b", "*\n* b"]),
+    ("detectable_format:multiple_sections", {"section_spliter": "SECTION", "num_sections": 2},
+     ["SECTION 1\na\nSECTION 2 b", "SECTION1 SECTION 2 SECTION 3"],
+     ["SECTION 1", "Section 1 Section 2", "SECTION a SECTION b"]),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, ["*a* **b**"],
+     ["*a* ** *\n*", "* a\n* b"]),
     ("detectable_format:title", {}, ["<<a>>", "x\n  <<<b>>> y"], ["<<>>", "<< >>", "<a>", ">>a<<", "<<a\n>>"]),
-    (
-        "detectable_format:json_format",
-        {},
-        ['{"a": 1}', "```json\n[1]\n```", "```\n{}```"],
-        ["1", '"a"', "{", "{} so", "NaN"],
-    ),
+    ("detectable_format:json_format", {}, ['{"a": 1}', "```json\n[1]\n```", "```\n{}```"],
+     ["1", '"a"', "{", "{} so", "NaN"]),
     ("detectable_format:constrained_response", {}, ["I say: My answer is no."], ["My answer is perhaps.", "no"]),
     ("detectable_content:number_placeholders", {"num_placeholders": 2}, ["[a] [b c]"], ["[a]", "[] [a]", "[a\n] [b]"]),
     ("detectable_content:postscript", {"postscript_marker": "P.S."}, ["a\nP.S. b", "p. s. b"], ["PS b", "P.S"]),
     ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, ["P.P.S b", "p. p.s"], ["P.S. b"]),
     ("change_case:english_capital", {}, ["SO, 1!", "É"], ["So", "123", "ЭТО"]),
     ("change_case:english_lowercase", {}, ["so, 1!"], ["So", "123", "это"]),
-    (
-        "change_case:capital_word_frequency",
-        {"capital_frequency": 2, "capital_relation": "at least"},
-        ["I GO"],
-        ["MADE-UP x"],
-    ),
+    ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "at least"}, ["I GO"],
+     ["MADE-UP x"]),
     ("punctuation:no_comma", {}, ["a; b"], ["a, b"]),
     ("startend:end_checker", {"end_phrase": "The End."}, ['so "the end."', "THE END. \n"], ["The end", "The end. So."]),
     ("startend:quotation", {}, ['"a"', ' "a b"\n'], ['"', '""', 'a "b"', "'a'"]),
-    (
-        "combination:two_responses",
-        {},
-        ["a ****** b", "******a\n******\nb"],
-        ["a", "a****** a", "a******b******c", "a************b"],
-    ),
+    ("combination:two_responses", {}, ["a ****** b", "******a\n******\nb"],
+     ["a", "a****** a", "a******b******c", "a************b"]),
     ("combination:repeat_prompt", {"prompt_to_repeat": "Say it. "}, ["say it. It."], ["It. Say it."]),
     ("language:response_language", {"language": "ko"}, ["안녕하세요 hi"], ["hello", "12", "これは"]),
     ("language:response_language", {"language": "ja"}, ["これは文です"], ["这是一个短句", "안녕"]),
     ("language:response_language", {"language": "zh"}, ["这是一个短句"], ["これは文です"]),
     ("language:response_language", {"language": "kn"}, ["ನಮಸ್ಕಾರ ಹೇಗಿದ್ದೀರಿ"], ["नमस्ते"]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("id", "parameters", "follow", "do_not"), CASES, ids=[case[0] for case in CASES])
@@ -170,23 +133,17 @@ def test_every_rlvr_ifeval_function_maps_to_an_instruction():
         ("keywords:existence", {}, "missing required field `keywords`"),
         ("keywords:existence", {"keywords": []}, "length >= 1"),
         ("keywords:existence", {"keywords": "sea"}, "Expected `array`"),
-        (
-            "length_constraints:number_words",
-            {"num_words": "9", "relation": "at least"},
-            r"Expected `int`.*\$.num_words",
-        ),
+        ("length_constraints:number_words", {"num_words": "9", "relation": "at least"},
+         r"Expected `int`.*\$.num_words"),
         ("length_constraints:number_words", {"num_words": 0, "relation": "at least"}, ">= 1"),
         ("length_constraints:number_words", {"num_words": 9, "relation": "about"}, "Invalid enum value 'about'"),
         ("length_constraints:number_words", {"num_words": 9, "relation": "at least", "n": 1}, "unknown field `n`"),
         ("keywords:letter_frequency", {"letter": "ab", "let_frequency": 1, "let_relation": "at least"}, "length <= 1"),
         ("language:response_language", {"language": "xx"}, "language must be one of .*, got 'xx'"),
-        (
-            "length_constraints:nth_paragraph_first_word",
-            {"num_paragraphs": 2, "nth_paragraph": 3, "first_word": "a"},
-            "nth_paragraph must be at most num_paragraphs, 2",
-        ),
+        ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 2, "nth_paragraph": 3, "first_word": "a"},
+         "nth_paragraph must be at most num_paragraphs, 2"),
     ],
-)
+)  # fmt: skip
 def test_error_names_the_invalid_part_of_an_instruction(id, parameters, sentence):
     with pytest.raises(RecipeError, match=sentence):
         make_instruction(id, parameters)
@@ -227,16 +184,13 @@ def test_instructions_are_read_from_every_metadata_layout(metadata, ground_truth
         ({}, "[" * 100_000, "names no instructions"),
         ({"instructions": []}, "", "names no instructions"),
         ({}, '{"func_name": "rm_rf"}', "func_name must be one of verify_keywords, .*, got 'rm_rf'"),
-        (
-            {},
-            '{"func_name": "validate_word_constraint", "N": 9, "quantifier": null}',
-            "missing required field `relation`",
-        ),
+        ({}, '{"func_name": "validate_word_constraint", "N": 9, "quantifier": null}',
+         "missing required field `relation`"),
         ({"instructions": ["punctuation:no_comma"]}, "", "must be a list of objects with an id"),
         ({"instruction_id_list": IDS, "kwargs": [{}]}, "", "each of 2 instructions must have an object of kwargs"),
         ({"instruction_id_list": "no", "kwargs": None}, "", "must be lists, got 'no'"),
     ],
-)
+)  # fmt: skip
 def test_malformed_instruction_metadata_is_rejected(metadata, ground_truth, sentence):
     with pytest.raises(RecipeError, match=sentence):
         instructions_of(metadata, ground_truth)

@@ -91,20 +91,17 @@ class _Host:
             self.end = f"it sent a line that is no message of an episode host ({type(error).__name__}), and was killed"
             self.child.kill()
         finally:
-            await self._fail_all()
-
-    async def _fail_all(self) -> None:
-        waiting = [each for each in self.episodes.values() if not each.done()]
-        self.episodes.clear()
-        try:
-            ending = f"it {await self.child.ending(timeout_s=_REPORT_S)}; its output may say why"
-        except TimeoutError:
-            ending = "it closed its connection, and was killed"
-            self.child.kill()
-        self.end = self.end or ending
-        for place, ended in enumerate(each for each in waiting if not each.done()):
-            reason = f"the process that played this episode is gone: {self.end}"
-            ended.set_exception(HostLost(reason, is_first=place == 0))
+            waiting = [each for each in self.episodes.values() if not each.done()]
+            self.episodes.clear()
+            try:
+                ending = f"it {await self.child.ending(timeout_s=_REPORT_S)}; its output may say why"
+            except TimeoutError:
+                ending = "it closed its connection, and was killed"
+                self.child.kill()
+            self.end = self.end or ending
+            for place, ended in enumerate(each for each in waiting if not each.done()):
+                reason = f"the process that played this episode is gone: {self.end}"
+                ended.set_exception(HostLost(reason, is_first=place == 0))
 
     def kill(self, reason: str) -> None:
         """Kill the host, with `reason` for its episodes, and all processes that user code has started."""

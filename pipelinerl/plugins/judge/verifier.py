@@ -103,8 +103,7 @@ class Judge:
         self._correct_at = correct_at
         self._open_server = open_server
         self._spending = spending
-        self._server: OpenAIServer | None = None
-        self._opening: asyncio.Task[OpenAIServer] | None = None
+        self._opening: asyncio.Future[OpenAIServer] | None = None
         self._turns = asyncio.Semaphore(section.concurrency)
         self._remembered: OrderedDict[bytes, Verdict] = OrderedDict()
 
@@ -115,12 +114,12 @@ class Judge:
         return [judged[answer.text] for answer in answers]
 
     async def close(self) -> None:
-        if self._opening is not None:
-            self._opening.cancel()
-            await asyncio.wait([self._opening])
-        server, self._server = self._server, None
-        if server is not None:
-            await server.close()
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            opening.cancel()
+            await asyncio.wait([opening])
+            if not opening.cancelled() and opening.exception() is None:
+                await opening.result().close()
 
     async def _judged(self, problem: Problem, text: str) -> Judgement:
         began = time.monotonic()
@@ -170,19 +169,10 @@ class Judge:
 
         If that fails, all votes that wait for the connection fail too; later votes retry.
         """
-        if self._server is not None:
-            return self._server
-        if self._opening is None:
-            self._opening = asyncio.ensure_future(self._open())
-            self._opening.add_done_callback(_retrieve_exception)
-        return await asyncio.shield(self._opening)  # other votes may wait for the opening, too
-
-    async def _open(self) -> OpenAIServer:
-        try:
-            self._server = await self._open_server()
-            return self._server
-        finally:
-            self._opening = None
+        opening = self._opening
+        if opening is None or (opening.done() and (opening.cancelled() or opening.exception() is not None)):
+            opening = self._opening = asyncio.ensure_future(self._open_server())
+        return await asyncio.shield(opening)  # other votes may wait for the opening, too
 
     def _verdict(self, votes: Sequence[tuple[float, str] | str]) -> Verdict:
         section, good = self._section, [vote for vote in votes if not isinstance(vote, str)]
@@ -202,12 +192,6 @@ class Judge:
             reason=shown(f"score {listed}: {good[0][1]}"),
             parts=tuple(parts),
         )
-
-
-def _retrieve_exception(opening: asyncio.Task[OpenAIServer]) -> None:
-    """Retrieve the exception of a failed attempt to connect, so that asyncio does not log it as unhandled."""
-    if not opening.cancelled():
-        opening.exception()
 
 
 def prompt_of(section: JudgeSection, problem: Problem, text: str) -> tuple[Message, ...]:

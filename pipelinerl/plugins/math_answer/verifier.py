@@ -63,7 +63,17 @@ class MathAnswer:
         if verdict is not None:
             return verdict
         gold, given = reference_answer(problem.ground_truth), final_answer(completion_text)
-        return await self._equivalent(gold, given, group=problem.problem_id)
+        try:
+            result = await self._pool.ask([gold, given], group=problem.problem_id)
+        except Overran as overran:
+            if _SHARE_SPENT * self._deadline_s <= overran.cpu_s < math.inf and await self._is_comparable(gold):
+                return wrong(f"comparing the answer took more than {overran.cpu_s:.1f} s", answer=_short(given))
+            return timed_out(self._deadline_s)
+        except WorkerLost as error:
+            return failed(f"math-verify: {error}")
+        if result is None:
+            return failed(f"math-verify cannot read the ground truth {gold[:80]!r}; write it as a number or in LaTeX")
+        return _judged(gold, given, result)
 
     def at_once(self, problem: Problem, completion_text: str) -> Verdict | None:
         """Return the verdict of texts and exact numbers, or None if the answer needs the mathematical comparison."""
@@ -88,19 +98,6 @@ class MathAnswer:
 
     async def close(self) -> None:
         await self._pool.close()
-
-    async def _equivalent(self, gold: str, given: str, *, group: str) -> Verdict:
-        try:
-            result = await self._pool.ask([gold, given], group=group)
-        except Overran as overran:
-            if _SHARE_SPENT * self._deadline_s <= overran.cpu_s < math.inf and await self._is_comparable(gold):
-                return wrong(f"comparing the answer took more than {overran.cpu_s:.1f} s", answer=_short(given))
-            return timed_out(self._deadline_s)
-        except WorkerLost as error:
-            return failed(f"math-verify: {error}")
-        if result is None:
-            return failed(f"math-verify cannot read the ground truth {gold[:80]!r}; write it as a number or in LaTeX")
-        return _judged(gold, given, result)
 
     async def _is_comparable(self, gold: str) -> bool:
         try:

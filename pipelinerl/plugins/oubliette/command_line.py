@@ -108,10 +108,10 @@ def _write(to: TextIO, output: bytes) -> None:
 async def _ran(rules: OublietteSection, language: str, source: str, inputs: Sequence[bytes], limits: Limits) -> bool:
     from pipelinerl.plugins.oubliette import toolchains
     from pipelinerl.plugins.oubliette.runner import Program
-    from pipelinerl.plugins.oubliette.sandbox import default_slots
     from pipelinerl.plugins.oubliette.verifier import open_runner
+    from pipelinerl.verifiers.worker_pool import num_cores
 
-    runner = await open_runner(rules, at_once=min(len(inputs), default_slots()))
+    runner = await open_runner(rules, at_once=min(len(inputs), num_cores()))
     try:
         program = await runner.compile(language, source, wall_s=toolchains.COMPILING.wall_s)
         if not isinstance(program, Program):
@@ -177,13 +177,13 @@ def serve_(
     from pipelinerl.plugins.oubliette.remote.service import OublietteService, create_app
     from pipelinerl.plugins.oubliette.repository import PersistentRepository, TransientRepository
     from pipelinerl.plugins.oubliette.runner import LocalRunner
-    from pipelinerl.plugins.oubliette.sandbox import default_slots
     from pipelinerl.system.http_service import listen, serve, url_of
+    from pipelinerl.verifiers.worker_pool import num_cores
 
     token = os.environ.get(key_variable) if key_variable else None
     if key_variable and not token:
         raise UserError(f"--key-variable names ${key_variable}, which is not set in this environment")
-    slots = at_once or default_slots()
+    slots = at_once or num_cores()
     persistent, transient = PersistentRepository(repository), TransientRepository(transient_mb << 20)
     with listen(host, port) as listener:
         sandbox = probe.opened(tier, at_once=slots)

@@ -24,8 +24,9 @@ from typing import Final
 from pipelinerl.plugins.oubliette import toolchains
 from pipelinerl.plugins.oubliette.attacks import ATTACKS, PRELUDE, QUICK, Attack
 from pipelinerl.plugins.oubliette.runs import Ending, Limits, ProgramResult, Run, SandboxLost, SandboxMissing, Tier
-from pipelinerl.plugins.oubliette.sandbox import Sandbox, default_slots, isolation_of
+from pipelinerl.plugins.oubliette.sandbox import Sandbox, isolation_of
 from pipelinerl.plugins.oubliette.slot import Isolation
+from pipelinerl.verifiers.worker_pool import num_cores
 
 #: Maximum number of retries of an attack whose run got too little processor time.
 _TRIES: Final = 5
@@ -60,7 +61,7 @@ def opened(tier: Tier, *, at_once: int | None = None, isolation: Callable[[int],
     Raises `SandboxMissing` unless the sandbox can run programs and stops all these attacks.
     """
     around = isolation or (lambda number: isolation_of(tier, number))
-    sandbox = Sandbox(around, at_once=at_once or default_slots())
+    sandbox = Sandbox(around, at_once=at_once or num_cores())
     try:
         honest = sandbox.run(_python("print(6 * int(input()))", b"7\n", QUICK))
         if not honest.succeeded or honest.stdout != b"42\n":
@@ -87,7 +88,7 @@ def attacked(
         alone = Sandbox(isolation, at_once=1, slots_each=1)
         held.callback(alone.close)
         if sandbox is None:
-            sandbox = Sandbox(isolation, at_once=default_slots())
+            sandbox = Sandbox(isolation, at_once=num_cores())
             held.callback(sandbox.close)
         pending = [(attack, _begun(attack, baits, alone if attack.before else sandbox)) for attack in attacks]
         return [_finding(attack, baits, rest) for attack, rest in pending] + _left_behind(baits)

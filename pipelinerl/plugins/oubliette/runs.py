@@ -76,7 +76,10 @@ class Limits:
     open_files: int = 128
 
     def rlimits(self) -> dict[str, tuple[int, int]]:
-        """Return the limits that `setrlimit` sets for each process of the run."""
+        """Return the limits that `setrlimit` sets for each process of the run, soft and hard.
+
+        They are lowered where they exceed this process's own hard limit, which its children cannot raise.
+        """
         whole_s = max(1, int(self.cpu_s + 1))
         room = self.memory_bytes + _INTERPRETER_BYTES
         stack = min(self.memory_bytes, _MOST_STACK)
@@ -94,6 +97,10 @@ class Limits:
         }
         if self.address_space:
             limits["RLIMIT_AS"] = (room + stack,) * 2
+        for name, (soft, hard) in limits.items():
+            most = resource.getrlimit(getattr(resource, name))[1]
+            if most != resource.RLIM_INFINITY:
+                limits[name] = min(soft, most), min(hard, most)
         return limits
 
 
@@ -153,14 +160,3 @@ _ENDINGS: Final = {
     Ending.OUTPUT: "exceeded its output limit",
     Ending.STARVED: "waited for a processor for most of {wall:.1f} s; this says nothing about the program",
 }
-
-
-def of_rlimits(names: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """Return the limits, lowered where they exceed this process's own hard limit, which its children cannot raise."""
-    lowered = {}
-    for name, (soft, hard) in names.items():
-        most = resource.getrlimit(getattr(resource, name))[1]
-        if most != resource.RLIM_INFINITY:
-            soft, hard = min(soft, most), min(hard, most)
-        lowered[name] = (soft, hard)
-    return lowered

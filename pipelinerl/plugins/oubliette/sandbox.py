@@ -36,11 +36,6 @@ _SLOTS_EACH: Final = 4
 _INTERRUPTED_EVERY_S: Final = 0.2
 
 
-def default_slots() -> int:
-    """Return the default number of concurrent runs: one for each core that the process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-
-
 def isolation_of(tier: Tier, number: int) -> Isolation:
     """Return the isolation of the runs of slot `number`. Raises `SandboxMissing` if this machine lacks the tier."""
     if sys.platform != "linux" or not syscall_filter.supported():

@@ -38,7 +38,6 @@ from pipelinerl.plugins.oubliette.runs import (
     Run,
     SandboxLost,
     Tier,
-    of_rlimits,
 )
 
 _STARTUP_S: Final = 60.0
@@ -365,7 +364,6 @@ class _Guest:
 def _request(
     argv: tuple[str, ...], python: str, arguments: tuple[str, ...], files: tuple[str, ...], limits: Limits
 ) -> bytes:
-    rlimits = of_rlimits(limits.rlimits())
     request = {
         "argv": [*argv, *arguments],
         "python": python,
@@ -379,7 +377,7 @@ def _request(
             "memory_bytes": limits.memory_bytes,
             "disk_bytes": limits.disk_bytes,
             "inodes": limits.inodes,
-            "rlimits": [[getattr(resource, name), *pair] for name, pair in rlimits.items()],
+            "rlimits": [[getattr(resource, name), *pair] for name, pair in limits.rlimits().items()],
         },
     }
     return json.dumps(request).encode()

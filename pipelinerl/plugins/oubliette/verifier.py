@@ -27,7 +27,7 @@ from pipelinerl.plugins.oubliette.remote.client import RemoteRunner
 from pipelinerl.plugins.oubliette.repository import Content, ContentMissing, PersistentRepository, size_of
 from pipelinerl.plugins.oubliette.runner import Check, CodeRunner, Executed, LocalRunner, Program
 from pipelinerl.plugins.oubliette.runs import Ending, Limits, SandboxLost, SandboxMissing
-from pipelinerl.plugins.oubliette.sandbox import default_slots, isolation_of
+from pipelinerl.plugins.oubliette.sandbox import isolation_of
 from pipelinerl.plugins.oubliette.section import OublietteSection
 from pipelinerl.plugins.oubliette.toolchains import COMPILING, ToolchainMissing
 from pipelinerl.system.files import from_home
@@ -44,6 +44,7 @@ from pipelinerl.verifiers.verifier import (
     timed_out,
     wrong,
 )
+from pipelinerl.verifiers.worker_pool import num_cores
 
 #: A program's output may have twice as many bytes as the expected answer, plus this number.
 _SPARE_OUTPUT: Final = 64 << 10
@@ -123,7 +124,7 @@ class _LazyRunner:
 
     def __init__(self, rules: OublietteSection, workers: int | None) -> None:
         self._rules = rules
-        self._at_once = workers or default_slots()
+        self._at_once = workers or num_cores()
         self._runner: CodeRunner | None = None
         self._missing = ""
         self._unreachable: tuple[float, str] | None = None

@@ -79,7 +79,7 @@ class OublietteService:
         """Create the service; `runner` must use the same `persistent` and `transient` repositories."""
         self._runner = runner
         self._tier = tier
-        self._persistent = persistent
+        self.persistent = persistent
         self._transient = transient
         self._backlog = Backlog("pieces of work", protocol=wire.PROTOCOL)
         self._done = 0
@@ -96,13 +96,9 @@ class OublietteService:
             self._done += len(done)
         return wire.WorkAnswer(done=tuple(done))
 
-    async def store(self, parts: AsyncIterator[bytes]) -> Link:
-        """Store uploaded data in the persistent repository as it arrives. Raises `ContentTooLarge`."""
-        return await self._persistent.put_parts(parts, most_bytes=wire.MOST_CONTENT_BYTES)
-
     def missing(self, request: wire.MissingRequest) -> wire.Missing:
         """Return those links (hashes of data) whose data is not stored persistently. Raises `ValueError` for others."""
-        return wire.Missing(tuple(text for text in request.links if Link.parsed(text) not in self._persistent))
+        return wire.Missing(tuple(text for text in request.links if Link.parsed(text) not in self.persistent))
 
     def status(self) -> wire.OublietteStatus:
         return wire.OublietteStatus(
@@ -119,9 +115,10 @@ class OublietteService:
     async def close(self) -> None:
         await self._runner.close()
 
-    async def read(self, text: str) -> bytes:
+    def read(self, text: str) -> bytes:
         """Return the bytes of a link. Raises `ContentMissing`, or `ValueError` for an invalid link."""
-        return await asyncio.to_thread(self._read, text)
+        link = Link.parsed(text)
+        return self._transient.get(link) if link in self._transient else self.persistent.get(link)
 
     async def _one(self, work: wire.Work) -> wire.Done:
         try:
@@ -153,7 +150,7 @@ class OublietteService:
                 )
                 return wire.Checked(share=await self._runner.check(check))
             case wire.CompileWork():
-                source = self._read(work.source).decode("utf-8", "surrogatepass")
+                source = self.read(work.source).decode("utf-8", "surrogatepass")
                 compiled = await self._runner.compile(work.language, source, wall_s=work.wall_s)
                 if isinstance(compiled, ProgramResult):
                     return _ended(compiled, str(self._transient.put(b"")))
@@ -161,7 +158,7 @@ class OublietteService:
                 return wire.Compiled(program=str(self._transient.put(compiled.content)), wall_s=compiled.compile_s)
             case wire.CompileChecker():
                 program_of = await self._runner.checker(self._checker(work.checker))
-                return wire.Compiled(program=str(await asyncio.to_thread(self._persistent.put, program_of)))
+                return wire.Compiled(program=str(await asyncio.to_thread(self.persistent.put, program_of)))
 
     def _checker(self, checker: wire.CheckerProgram) -> CustomChecker:
         files = []
@@ -178,11 +175,7 @@ class OublietteService:
         )
 
     def _text(self, link: str) -> str:
-        return self._read(link).decode("utf-8", "surrogatepass")
-
-    def _read(self, text: str) -> bytes:
-        link = Link.parsed(text)
-        return self._transient.get(link) if link in self._transient else self._persistent.get(link)
+        return self.read(link).decode("utf-8", "surrogatepass")
 
 
 def _ended(result: ProgramResult, output: str) -> wire.Ended:
@@ -221,14 +214,15 @@ def create_app(service: OublietteService, *, token: str | None) -> FastAPI:
     @app.put(wire.CONTENT)
     async def content(request: Request) -> Response:
         try:
-            return json_response(wire.Stored(str(await service.store(request.stream()))))
+            link = await service.persistent.put_parts(request.stream(), most_bytes=wire.MOST_CONTENT_BYTES)
+            return json_response(wire.Stored(str(link)))
         except ContentTooLarge as error:
             return refusal(413, str(error), code=wire.TOO_LARGE)
 
     @app.get(wire.CONTENT)
     async def read(link: str) -> Response:
         try:
-            return Response(await service.read(link), media_type="application/octet-stream")
+            return Response(await asyncio.to_thread(service.read, link), media_type="application/octet-stream")
         except (ContentMissing, ValueError) as error:
             return refusal(404, str(error), code=wire.NO_CONTENT)
 

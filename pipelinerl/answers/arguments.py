@@ -171,18 +171,17 @@ def python_calls(source: str) -> list[tuple[str, dict[str, Any]]]:
         listed = ast.parse(source.strip(), mode="eval").body
         if not isinstance(listed, ast.List) or not listed.elts:
             raise ValueError("not a list of calls")
-        return [_python_call(node) for node in listed.elts]
+        calls = []
+        for node in listed.elts:
+            if not isinstance(node, ast.Call) or node.args or any(each.arg is None for each in node.keywords):
+                raise ValueError("not a call with named arguments")
+            name = ast.unparse(node.func)
+            if _DOTTED.fullmatch(name) is None:
+                raise ValueError("not the name of a function")
+            calls.append((name, {str(each.arg): _python_value(each.value) for each in node.keywords}))
+        return calls
     except _FAILURES as error:
         raise ValueError(f"not a list of calls: {error}") from None
-
-
-def _python_call(node: ast.expr) -> tuple[str, dict[str, Any]]:
-    if not isinstance(node, ast.Call) or node.args or any(each.arg is None for each in node.keywords):
-        raise ValueError("not a call with named arguments")
-    name = ast.unparse(node.func)
-    if _DOTTED.fullmatch(name) is None:
-        raise ValueError("not the name of a function")
-    return name, {str(each.arg): _python_value(each.value) for each in node.keywords}
 
 
 def _python_value(node: ast.expr) -> Any:

@@ -249,7 +249,8 @@ def _tagged(parameter: str, value_end: str, call_end: str, *, newlines: bool = F
     a value belongs to the format.
     """
     opening = re.compile(rf"\s*{parameter}")
-    value = re.compile(rf"(.*?){value_end}(?=\s*(?:{_unnamed(parameter)}|{call_end}))", re.DOTALL)
+    unnamed = re.sub(r"\?P<\w+>", "?:", parameter)
+    value = re.compile(rf"(.*?){value_end}(?=\s*(?:{unnamed}|{call_end}))", re.DOTALL)
 
     def read(text: str, match: re.Match[str], schemas: Schemas) -> tuple[list[FunctionCall], int]:
         arguments, at, schema = dict[str, Any](), match.end(), schemas.get(match["name"].strip(), {})
@@ -269,10 +270,6 @@ def _tagged(parameter: str, value_end: str, call_end: str, *, newlines: bool = F
         return [_call(match["name"], arguments)], at
 
     return read
-
-
-def _unnamed(expression: str) -> str:
-    return re.sub(r"\?P<\w+>", "?:", expression)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

@@ -239,7 +239,10 @@ class Episode:
                 "it out while training, and check the answer's form in the reward",
                 param="response_format",
             )
-        tools_key = _key_of_tools(from_agent)
+        tools_key = b""
+        if from_agent.tools and from_agent.tool_choice != "none":
+            described = json.dumps([tool.model_dump(mode="json") for tool in from_agent.tools], sort_keys=True)
+            tools_key = hashlib.blake2b(described.encode(), digest_size=16).digest()
         hasher, known, first_new = hashlib.blake2b(agent.encode() + tools_key, digest_size=16), None, 0
         messages = list(from_agent.messages or ())
         for place, message in enumerate(messages):
@@ -414,13 +417,6 @@ def _hash_message(hasher: Any, message: ChatMessage) -> None:
     for part in parts:
         data = part.encode("utf-8", "surrogatepass")
         hasher.update(len(data).to_bytes(8, "little") + data)
-
-
-def _key_of_tools(from_agent: ChatCompletionRequest) -> bytes:
-    if not from_agent.tools or from_agent.tool_choice == "none":
-        return b""
-    described = [tool.model_dump(mode="json") for tool in from_agent.tools]
-    return hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=16).digest()
 
 
 def _turn(choice: Choice, context: NDArray[np.int32]) -> Turn:

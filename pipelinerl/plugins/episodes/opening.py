@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,18 +29,25 @@ _PROGRAMS_PER_CORE: Final = 4
 
 def open_episodes(config: RunConfig, sampler: Sampler, verifiers: Mapping[str, GroupVerifier]) -> Episodes:
     """Return the maker of the episodes of all domains that have an environment; the caller closes it."""
-    domains = {
-        domain.name: EpisodeDomain(
-            player=_player(domain),
+    domains = {}
+    for domain in config.domains:
+        if not domain.has_environment:
+            continue
+        player: Player = Commands(domain.command) if domain.command else OneRequest()
+        if domain.environment is not None:
+            player = EpisodeHosts(domain.environment, domain.environment_options)
+        tools: list[Tool] = []
+        for name in domain.episode.tools:
+            build = registry.load(f"domains.{domain.name}.episode.tools", registry.TOOLS, name)
+            tools.append(build(domain.options_of(name, registry.TOOLS[name]), domain.verifier_workers))
+        domains[domain.name] = EpisodeDomain(
+            player=player,
             limits=domain.episode,
             places=places_of(domain),
             verifier=verifiers.get(domain.name),
             correct_at=domain.correct_at,
-            tools=Toolbox(*_tools(domain)) if domain.episode.tools else None,
+            tools=Toolbox(*tools) if tools else None,
         )
-        for domain in config.domains
-        if domain.has_environment
-    }
     return Episodes(sampler, domains, attempts=config.actor.attempts)
 
 
@@ -66,24 +73,12 @@ def check_environment(domain: DomainSection) -> None:
         raise RecipeError(f"domains.{domain.name}.environment: {error}") from None
 
 
-def _tools(domain: DomainSection) -> Iterator[Tool]:
-    for name in domain.episode.tools:
-        build = registry.load(f"domains.{domain.name}.episode.tools", registry.TOOLS, name)
-        yield build(domain.options_of(name, registry.TOOLS[name]), domain.verifier_workers)
-
-
 def places_of(domain: DomainSection) -> asyncio.Semaphore | None:
     """Return the limit on the domain's episodes at once; starting too many programs would silence the actor."""
     most = domain.episode.concurrent
     if most is None and domain.command:
         most = _PROGRAMS_PER_CORE * num_cores()
     return None if most is None else asyncio.Semaphore(most)
-
-
-def _player(domain: DomainSection) -> Player:
-    if domain.environment is not None:
-        return EpisodeHosts(domain.environment, domain.environment_options)
-    return Commands(domain.command) if domain.command else OneRequest()
 
 
 _LOOK_S: Final = 60.0

@@ -79,10 +79,16 @@ class Toolbox:
         if tool is None:
             names = ", ".join([*self._tools, known] if known else self._tools)
             content, has_failed = f"error: there is no tool {name!r}; available: {names}", True
-        elif (text := _argument(call.function.arguments, tool.argument)) is None:
-            content, has_failed = f'error: the arguments must be {{"{tool.argument}": "…"}}, a text', True
         else:
-            content, has_failed = await tool.call(text)
+            try:
+                fields = json.loads(call.function.arguments)
+            except (ValueError, RecursionError):
+                fields = None
+            text = fields.get(tool.argument) if isinstance(fields, dict) else None
+            if isinstance(text, str):
+                content, has_failed = await tool.call(text)
+            else:
+                content, has_failed = f'error: the arguments must be {{"{tool.argument}": "…"}}, a text', True
         return ChatMessage(role="tool", tool_call_id=call.id, content=content), has_failed
 
     async def start(self) -> None:
@@ -132,12 +138,3 @@ def _offered(tool: Tool) -> dict[str, Any]:
     parameters = {"type": "object", "properties": {tool.argument: {"type": "string"}}, "required": [tool.argument]}
     function = {"name": tool.name, "description": tool.description, "parameters": parameters}
     return {"type": "function", "function": function}
-
-
-def _argument(arguments: str, name: str) -> str | None:
-    try:
-        fields = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return None
-    value = fields.get(name) if isinstance(fields, dict) else None
-    return value if isinstance(value, str) else None

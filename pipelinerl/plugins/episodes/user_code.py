@@ -96,15 +96,14 @@ async def _called(method: Callable[..., Any], *arguments: Any) -> Any:
     """Call a method; a method that is not async runs in a thread, so that it does not block the event loop."""
     if inspect.iscoroutinefunction(method):
         return await method(*arguments)
-    return await asyncio.to_thread(_without_stop_iteration, method, *arguments)
 
+    def called() -> Any:
+        try:
+            return method(*arguments)
+        except StopIteration as error:  # no future can hold it
+            raise RuntimeError("the method raised StopIteration").with_traceback(error.__traceback__) from error
 
-def _without_stop_iteration(method: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a method; a `StopIteration`, which no future can hold, becomes a `RuntimeError`, as in a coroutine."""
-    try:
-        return method(*arguments)
-    except StopIteration as error:
-        raise RuntimeError("the method raised StopIteration").with_traceback(error.__traceback__) from error
+    return await asyncio.to_thread(called)
 
 
 def _messages(value: Any) -> list[Any]:

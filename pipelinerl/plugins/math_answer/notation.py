@@ -63,7 +63,10 @@ def canonical(answer: str) -> str:
     text = re.sub(r"\^ ?(-\d+)", r"^{\1}", text)
     text = re.sub(r"([_^]) ?\{([A-Za-z0-9]|\\circ)\}", r"\1\2", text)
     text = _NEEDLESS_SPACE.sub("", re.sub(r" +", " ", text)).strip()
-    return _without_braces(text if text.endswith("..") else text.rstrip(".,;: "))
+    text = text if text.endswith("..") else text.rstrip(".,;: ")
+    while len(text) > 1 and text[0] == "{" and text[-1] == "}" and _closes_at_end(text):
+        text = text[1:-1].strip()
+    return text
 
 
 def normal_form(answer: str) -> str:
@@ -116,12 +119,6 @@ def _without_delimiters(text: str) -> str:
     if text.count("$") % 2 == 0 or not re.match(r"\s*[-+]?\$\s*[\d.]", text):
         text = text.replace("$", " ")
     return text.replace("\x00", "$").strip()
-
-
-def _without_braces(text: str) -> str:
-    while len(text) > 1 and text[0] == "{" and text[-1] == "}" and _closes_at_end(text):
-        text = text[1:-1].strip()
-    return text
 
 
 def _closes_at_end(text: str) -> bool:

@@ -72,19 +72,15 @@ def number(text: str) -> Number | None:
     if text.lower() in _WORDS:
         return Number(Fraction(_WORDS.index(text.lower())))
     try:
-        return _decimal(text) or _quotient(text)
+        if match := _DECIMAL.fullmatch(text):
+            return _rounded(match[1], 0)
+        if match := _SCIENTIFIC.fullmatch(text):
+            return _rounded(match[1], int(match[2] or match[3] or match[4]))
+        if match := _POWER_OF_TEN.fullmatch(text):
+            return _rounded(f"{match[1]}1", int(match[2] or match[3]))
+        return _quotient(text)
     except (ZeroDivisionError, ValueError):
         return None
-
-
-def _decimal(text: str) -> Number | None:
-    if match := _DECIMAL.fullmatch(text):
-        return _rounded(match[1], 0)
-    if match := _SCIENTIFIC.fullmatch(text):
-        return _rounded(match[1], int(match[2] or match[3] or match[4]))
-    if match := _POWER_OF_TEN.fullmatch(text):
-        return _rounded(f"{match[1]}1", int(match[2] or match[3]))
-    return None
 
 
 def _rounded(digits: str, exponent: int) -> Number | None:

@@ -94,7 +94,12 @@ def _equal(gold: str, given: str, expressions: Expressions) -> bool:
         return not right.endswith("?")
     wanted, chosen = _choice(left), _choice(right)
     if wanted and not (chosen is None and (wanted[5] or not _rest(wanted))):
-        return _equal_choices(wanted, chosen, gold, given, expressions)
+        value = _rest(wanted)
+        if chosen is None:
+            return bool(value) and _equal(canonical(value), given, expressions)
+        if (wanted[1] or wanted[3] or wanted[5]) != (chosen[1] or chosen[3] or chosen[5]):
+            return False
+        return not (value and _rest(chosen)) or _equal(canonical(value), canonical(_rest(chosen)), expressions)
     if chosen and _rest(chosen) and not wanted:
         return _equal(gold, canonical(_rest(chosen)), expressions)
     return _equal_shapes(_shape(gold), _shape(given), expressions)
@@ -113,17 +118,6 @@ def _choice(text: str) -> re.Match[str] | None:
 
 def _rest(choice: re.Match[str]) -> str:
     return (choice[2] or choice[4] or "").strip()
-
-
-def _equal_choices(
-    gold: re.Match[str], given: re.Match[str] | None, text: str, answer: str, expressions: Expressions
-) -> bool:
-    value = _rest(gold)
-    if given is None:
-        return bool(value) and _equal(canonical(value), answer, expressions)
-    if (gold[1] or gold[3] or gold[5]) != (given[1] or given[3] or given[5]):
-        return False
-    return not (value and _rest(given)) or _equal(canonical(value), canonical(_rest(given)), expressions)
 
 
 # --- structures -------------------------------------------------------------------------------------------------------
@@ -214,9 +208,12 @@ def _equal_shapes(gold: _Shape, given: _Shape, expressions: Expressions) -> bool
         return False
     in_order = zip(gold.parts, given.parts, strict=True)
     if kinds <= {_Kind.TUPLE, _Kind.MATRIX}:
-        if not _same_frame(gold, given):
-            return False
-        return all(_equal(one, other, expressions) for one, other in in_order)
+        if gold.kind is given.kind:
+            same_frame = (gold.brackets, gold.columns) == (given.brackets, given.columns)
+        else:
+            matrix, other = (gold, given) if gold.kind is _Kind.MATRIX else (given, gold)
+            same_frame = other.brackets == "()" and matrix.columns in (1, len(matrix.parts))
+        return same_frame and all(_equal(one, other, expressions) for one, other in in_order)
     if kinds == {_Kind.TUPLE, _Kind.LIST}:
         listed, framed = (gold, given) if gold.kind is _Kind.LIST else (given, gold)
         names = "".join(_named(part)[0] for part in listed.parts)
@@ -226,13 +223,6 @@ def _equal_shapes(gold: _Shape, given: _Shape, expressions: Expressions) -> bool
     if kinds <= {_Kind.LIST, _Kind.SET, _Kind.UNION} or (_Kind.VALUE in kinds and _Kind.SET in kinds):
         return _equal_unordered(gold.parts, given.parts, expressions)
     return False
-
-
-def _same_frame(gold: _Shape, given: _Shape) -> bool:
-    if gold.kind is given.kind:
-        return (gold.brackets, gold.columns) == (given.brackets, given.columns)
-    matrix, other = (gold, given) if gold.kind is _Kind.MATRIX else (given, gold)
-    return other.brackets == "()" and matrix.columns in (1, len(matrix.parts))
 
 
 def _equal_unordered(gold: Sequence[str], given: Sequence[str], expressions: Expressions) -> bool:

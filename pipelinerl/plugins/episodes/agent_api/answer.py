@@ -98,7 +98,10 @@ class AnswerReader:
             return []
         thinking, text = self.shown(content)
         if _CLOSING not in content:
-            thinking = _without_beginning_of(_CLOSING, thinking or "").rstrip()
+            thinking = thinking or ""
+            sizes = range(len(_CLOSING) - 1, 0, -1)
+            begun_tag = next((size for size in sizes if thinking.endswith(_CLOSING[:size])), 0)
+            thinking = thinking[: len(thinking) - begun_tag].rstrip()
         return [*self._next(True, thinking or ""), *self._next(False, text)]
 
     def rest(self, content: str) -> list[Piece]:
@@ -126,11 +129,6 @@ class AnswerReader:
             raise AnswerChanged
         self._sent[is_thinking] = known
         return [Piece(is_thinking, known[len(sent) :])] if len(known) > len(sent) else []
-
-
-def _without_beginning_of(tag: str, text: str) -> str:
-    longest = next((size for size in range(len(tag) - 1, 0, -1) if text.endswith(tag[:size])), 0)
-    return text[: len(text) - longest]
 
 
 class AgentCall(Protocol):

@@ -54,7 +54,11 @@ class MessagesCall:
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         fields = {name: value for name, value in body.items() if name not in _TAGS}
-        fields = _with_effort(without_idle(fields, _KNOWN, _IDLE))
+        fields = without_idle(fields, _KNOWN, _IDLE)
+        config = fields.get("output_config")
+        if isinstance(config, dict) and config.keys() == {"effort"}:  # the only part that is supported
+            del fields["output_config"]
+            fields["reasoning_effort"] = config["effort"]
         api.refuse_unknown(fields, (*_KNOWN, "reasoning_effort"))
         self.chat: dict[str, Any] = {
             name: fields[name] for name in (*_SAME, "max_tokens", "reasoning_effort") if name in fields
@@ -68,7 +72,12 @@ class MessagesCall:
             _tool(each, f"tools.{place}") for place, each in enumerate(api.objects(fields.get("tools", []), "tools"))
         ]:
             self.chat["tools"] = tools
-        self.chat |= _tool_choice(fields.get("tool_choice"))
+        if (choice := fields.get("tool_choice")) is not None:
+            if not isinstance(choice, dict):
+                raise api.refused("tool_choice", "must be an object")
+            self.chat["tool_choice"] = choice.get("type")
+            if choice.get("disable_parallel_tool_use"):
+                self.chat["parallel_tool_calls"] = False
         self._id = api.new_id("msg")
         self._blocks, self._block = 0, ""  # blocks that have ended, and the type of the open one
 
@@ -170,14 +179,6 @@ def _input(call: ToolCall) -> dict[str, Any]:
 # --- reading requests -------------------------------------------------------------------------------------------------
 
 
-def _with_effort(fields: dict[str, Any]) -> dict[str, Any]:
-    """Move the only supported part of `output_config` to chat's `reasoning_effort`; keep any other for the refusal."""
-    config = fields.get("output_config")
-    if isinstance(config, dict) and config.keys() == {"effort"}:
-        return {**{k: v for k, v in fields.items() if k != "output_config"}, "reasoning_effort": config["effort"]}
-    return fields
-
-
 def _system(system: Any) -> list[dict[str, Any]]:
     if system is None:
         return []
@@ -265,12 +266,3 @@ def _tool(each: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise api.refused(f"{where}.type", "only the agent's own tools are supported, of the type custom; leave it out")
     api.refuse_unknown(each, _OF_TOOLS, f"{where}.")
     return api.tool(each.get("name"), each.get("description"), each.get("input_schema"))
-
-
-def _tool_choice(choice: Any) -> dict[str, Any]:
-    if choice is None:
-        return {}
-    if not isinstance(choice, dict):
-        raise api.refused("tool_choice", "must be an object")
-    one = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
-    return {"tool_choice": choice.get("type"), **one}

@@ -68,7 +68,10 @@ class ResponsesCall:
             _tool(each, f"tools.{at}") for at, each in enumerate(api.objects(fields.get("tools", []), "tools"))
         ]:
             self.chat["tools"] = tools
-        self._messages = [*_earlier(fields.get("previous_response_id"), history), *_messages(fields.get("input"))]
+        earlier = fields.get("previous_response_id")
+        if earlier is not None and (not isinstance(earlier, str) or earlier not in history):
+            raise api.refused("previous_response_id", "this episode has no such response; send its items in input")
+        self._messages = [*([] if earlier is None else history[earlier]), *_messages(fields.get("input"))]
         instructions = fields.get("instructions")
         if instructions is not None and not isinstance(instructions, str):
             raise api.refused("instructions", "must be a text")
@@ -216,14 +219,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 # --- reading requests -------------------------------------------------------------------------------------------------
-
-
-def _earlier(response_id: Any, history: History) -> Sequence[dict[str, Any]]:
-    if response_id is None:
-        return []
-    if not isinstance(response_id, str) or response_id not in history:
-        raise api.refused("previous_response_id", "this episode has no such response; send its items in input")
-    return history[response_id]
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:

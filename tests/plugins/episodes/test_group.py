@@ -197,11 +197,6 @@ async def test_branching_episode_becomes_a_rollout_of_several_segments(tmp_path,
     assert caplog.text.count("needs several segments (history_differs)") == 1
 
 
-async def test_episode_that_returns_no_reward_is_judged_by_the_verifier_of_its_domain(tmp_path):
-    (made,) = await played(tmp_path, "unjudged", verifier=PerAnswerVerifier(IsB()))
-    assert made.rollout.verdict.reason == "it is not b"
-
-
 @pytest.mark.parametrize("name", ["hangs", pytest.param("blocks", marks=pytest.mark.slow)])
 async def test_episode_that_exceeds_its_time_limit_has_outcome_timeout(name, tmp_path):
     (made,) = await played(tmp_path, name, timeout_s=2.0)

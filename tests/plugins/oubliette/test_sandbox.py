@@ -126,11 +126,6 @@ def test_weak_sandbox_runs_only_python():
         weak.close()
 
 
-def test_outputs_of_concurrent_sandboxed_programs_do_not_mix(sandbox):
-    futures = [sandbox.submit(python("print(int(input()) ** 2)", stdin=f"{n}\n".encode())) for n in range(100)]
-    assert [future.result(PATIENCE_S).stdout for future in futures] == [f"{n * n}\n".encode() for n in range(100)]
-
-
 def _of_this_process(name):
     """Return the process ids of those descendants of this process that run the command `name`."""
     pids, parents = [], {}

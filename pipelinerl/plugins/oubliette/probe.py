@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -90,38 +91,38 @@ def attacked(
         if sandbox is None:
             sandbox = Sandbox(isolation, at_once=num_cores())
             held.callback(sandbox.close)
-        pending = [(attack, _begun(attack, baits, alone if attack.before else sandbox)) for attack in attacks]
-        return [_finding(attack, baits, rest) for attack, rest in pending] + _left_behind(baits)
+        tried = [(attack, alone if attack.before else sandbox) for attack in attacks]
+        begun = [_begun(attack, baits, place) for attack, place in tried]
+        return [
+            _finding(attack, baits, _results(attack, baits, place, first))
+            for (attack, place), first in zip(tried, begun, strict=True)
+        ] + _left_behind(baits)
 
 
 # --- one attack -------------------------------------------------------------------------------------------------------
 
-#: Function that waits for a started attack. It returns a list, of the compiler's result (for a compiled language)
-#: and the attack's own result, or the reason why the attack was skipped.
-_Rest = Callable[[], list[ProgramResult] | str]
 
-
-def _begun(attack: Attack, baits: dict[str, str], sandbox: Sandbox) -> _Rest:
-    source = _filled(attack.source, baits)
+def _begun(attack: Attack, baits: dict[str, str], sandbox: Sandbox) -> Future[ProgramResult] | None:
+    """Start an attack in Python, and its preceding run; return None for another language."""
     if attack.language != "python":
-        return lambda: _compiled(attack, source, sandbox)
+        return None
     if attack.before:
         sandbox.submit(_python(_filled(attack.before, baits), f"{baits['WORD']}!".encode(), attack.limits))
-    run = _python(PRELUDE + source, b"", attack.limits)
-    first = sandbox.submit(run)
+    return sandbox.submit(_python(PRELUDE + _filled(attack.source, baits), b"", attack.limits))
 
-    def rest() -> list[ProgramResult]:
+
+def _results(
+    attack: Attack, baits: dict[str, str], sandbox: Sandbox, first: Future[ProgramResult] | None
+) -> list[ProgramResult] | str:
+    """Return the results of the compiler (for a compiled language) and the attack, or why the attack is skipped."""
+    source = _filled(attack.source, baits)
+    if first is not None:
         result = first.result()
         for _ in range(_TRIES):
             if result.ending is not Ending.STARVED or Ending.STARVED in attack.ends:
                 break
-            result = sandbox.run(run)
+            result = sandbox.run(_python(PRELUDE + source, b"", attack.limits))
         return [result]
-
-    return rest
-
-
-def _compiled(attack: Attack, source: str, sandbox: Sandbox) -> list[ProgramResult] | str:
     try:
         language = toolchains.find(attack.language)
         limits = attack.limits if attack.limits is not QUICK else toolchains.COMPILING
@@ -130,13 +131,10 @@ def _compiled(attack: Attack, source: str, sandbox: Sandbox) -> list[ProgramResu
         result = sandbox.run(compiling)
     except toolchains.ToolchainMissing as error:
         return str(error)
-    if not result.succeeded:
-        return [result]
-    return [result, sandbox.run(language.running(result.stdout, b"", QUICK))]
+    return [result, sandbox.run(language.running(result.stdout, b"", QUICK))] if result.succeeded else [result]
 
 
-def _finding(attack: Attack, baits: dict[str, str], rest: _Rest) -> Finding:
-    results = rest()
+def _finding(attack: Attack, baits: dict[str, str], results: list[ProgramResult] | str) -> Finding:
     if isinstance(results, str):
         return Finding(attack.name, Defence.LEFT_OUT, results)
     last = results[-1]

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 
@@ -183,8 +184,6 @@ def contracts_are_light(module):
     light = {"inference_contract": {"pydantic"}, "trainer_contract": {"numpy"}}.get(module.name.split(".")[0])
     if light is None or "conformance" in module.path:
         return
-    import sys
-
     for target in module.imports:
         top = target.split(".")[0]
         if top not in light and top not in sys.stdlib_module_names and top != module.name.split(".")[0]:
@@ -197,14 +196,8 @@ def heavy_libraries_stay_in_their_files(module):
         return
     words = set(re.split(r"[_/.]", module.path))
     # Libraries on top of torch or jax: a file that is named for torch or jax may import them, too.
-    kin = {
-        "transformers": "torch",
-        "accelerate": "torch",
-        "deepspeed": "torch",
-        "peft": "torch",
-        "optax": "jax",
-        "tensorstore": "jax",
-    }
+    kin = dict.fromkeys(("transformers", "accelerate", "deepspeed", "peft"), "torch")
+    kin |= dict.fromkeys(("optax", "tensorstore"), "jax")
     for target in module.imports:
         top = target.split(".")[0]
         if top in HEAVY and not {top, kin.get(top, top)} & words:
@@ -256,14 +249,8 @@ def data_is_never_code(module):
     """No module uses pickle, eval or exec, or a loader that would unpickle."""
     for target in module.imports:
         if module.path not in PICKLE_ALLOWED and target.split(".")[0] in {
-            "pickle",
-            "cPickle",
-            "marshal",
-            "shelve",
-            "dill",
-            "cloudpickle",
-            "joblib",
-        }:
+            "pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib",
+        }:  # fmt: skip
             yield f"imports {target}"
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.Call):

@@ -50,7 +50,3 @@ def _modules(*rooms):
 def test_light_modules_import_no_heavy_library(modules):
     assert modules
     assert _loaded(modules, HEAVY) == []
-
-
-def test_heavy_library_loaded_by_an_import_is_detected():
-    assert _loaded(["inference_contract.schemas"], frozenset({"pydantic", "torch"})) == ["pydantic"]

@@ -7,7 +7,7 @@ import pytest
 
 from tests.architecture import rules
 from tests.architecture.rules import Problems, cycles
-from tests.architecture.tree import ROOT, VALUES, Module, project, suite
+from tests.architecture.tree import VALUES, Module, project, suite
 
 
 class Rule(NamedTuple):
@@ -27,19 +27,15 @@ RULES = (
         rules.imports_go_down,
         breaks=(
             (STREAM, "from pipelinerl.engines import x"),
-            (STREAM, "from pipelinerl.weights.publisher import Publisher"),
             (STREAM, "def f():\n    import pipelinerl.controller.service.api"),
             ("pipelinerl/observability/a.py", "from pipelinerl.errors import PipelineError"),
             ("inference_contract/a.py", "from trainer_contract.types import MicroBatch"),
             ("pipelinerl/roles/a.py", "from launch.supervisor import Supervisor"),
-            ("pipelinerl/roles/a.py", "def f():\n    from pipelinerl.commands.check import findings"),
-            ("pipelinerl/commands/a.py", "from pipelinerl.cli import app"),
             ("trainer_contract/a.py", "from pipelinerl import errors"),
         ),
         keeps=(
             (ENGINE, "from pipelinerl.streams.stream import Stream\nfrom pipelinerl.engines import b"),
             ("pipelinerl/cli.py", "from launch.supervisor import Supervisor"),
-            ("pipelinerl/roles/a.py", "from pipelinerl.config.recipe import RunConfig"),
             ("pipelinerl/commands/a.py", "from pipelinerl.roles.wiring import objective_of"),
         ),
     ),
@@ -48,12 +44,10 @@ RULES = (
         breaks=(
             (STREAM, "from pipelinerl.plugins.jax.engine import engine"),
             ("pipelinerl/cli.py", "def f():\n    from pipelinerl.plugins.jax import splash"),
-            ("launch/a.py", "import pipelinerl.plugins.judge.verifier"),
             ("pipelinerl/plugins/judge/a.py", "from pipelinerl.plugins.jax.engine import engine"),
         ),
         keeps=(
             ("pipelinerl/plugins/judge/a.py", "from pipelinerl.plugins.judge import b"),
-            ("pipelinerl/plugins/judge/a.py", "from pipelinerl.roles.role import Role"),
             ("benchmarks/a.py", "from pipelinerl.plugins.judge import verifier"),
         ),
     ),
@@ -89,7 +83,6 @@ RULES = (
         breaks=(
             ("pipelinerl/engines/utils.py", ""),
             ("pipelinerl/common/a.py", ""),
-            ("pipelinerl/engines/engine_v2.py", ""),
             (ENGINE, "class FleetManager: ..."),
         ),
         keeps=((ENGINE, "class Fleet: ..."),),
@@ -103,14 +96,12 @@ RULES = (
         rules.exceptions_are_named,
         breaks=(
             (ENGINE, "try:\n    f()\nexcept Exception:\n    pass"),
-            (ENGINE, "try:\n    f()\nexcept:\n    raise ValueError"),
             (ENGINE, "try:\n    f()\nexcept (OSError, BaseException) as e:\n    print(e)"),
             (ENGINE, "with contextlib.suppress(Exception):\n    f()"),
         ),
         keeps=(
             (ENGINE, "try:\n    f()\nexcept BaseException:\n    undo()\n    raise"),
             ("pipelinerl/roles/a.py", "try:\n    f()\nexcept Exception:\n    log()"),
-            (ENGINE, "try:\n    f()\nexcept OSError:\n    pass"),
             (ENGINE, "try:\n    f()\nexcept BaseException as e:\n    future.set_exception(e)"),
         ),
     ),
@@ -124,7 +115,6 @@ RULES = (
         breaks=(
             (ENGINE, "import pickle"),
             (ENGINE, "eval(text)"),
-            (ENGINE, "torch.load(path)"),
             (ENGINE, "torch.load(path, weights_only=False)"),
             (ENGINE, "np.load(path, allow_pickle=True)"),
         ),
@@ -135,9 +125,7 @@ RULES = (
         breaks=(
             (ENGINE, "import random"),
             (ENGINE, "x = np.random.rand(3)"),
-            (ENGINE, "g = np.random.default_rng(0)"),
             (ENGINE, "torch.manual_seed(0)"),
-            (ENGINE, "torch.multinomial(p, 1)"),
             (ENGINE, "uuid.uuid4()"),
         ),
         keeps=(
@@ -150,7 +138,6 @@ RULES = (
         breaks=(
             (ENGINE, "class A(TorchEngine): ..."),
             (ENGINE, "class A(torch.nn.Module): ..."),
-            (ENGINE, "class A(Base[int]): ..."),
         ),
         keeps=(
             (ENGINE, "class A(Protocol): ...\nclass B(StrEnum): ...\nclass C(PipelineError): ...\nclass D(Wire): ..."),
@@ -166,22 +153,17 @@ RULES = (
         rules.proxies_are_left_alone,
         breaks=(
             (ENGINE, "httpx.post(url, trust_env=False)"),
-            (ENGINE, "httpx.AsyncClient(trust_env=True)"),
             ("launch/a.py", "with httpx.Client(base_url=url, timeout=3) as http:\n    http.get('/')"),
             (FACTORY, "httpx.Client(base_url=url)"),
             (ENGINE, "from httpx import post"),
-            (ENGINE, "from http.client import HTTPConnection"),
             (ENGINE, "import http.client\nhttp.client.HTTPSConnection('host')"),
-            (ENGINE, "aiohttp.ClientSession(connector=connector)"),
             (FACTORY, "aiohttp.ClientSession(trust_env=True)"),
             (ENGINE, "urllib.request.urlopen(url)"),
-            (ENGINE, "urllib.request.build_opener(urllib.request.ProxyHandler({}))"),
             (ENGINE, "import requests"),
         ),
         keeps=(
             (FACTORY, "httpx.Client(trust_env=False)\naiohttp.ClientSession()\nhttp.client.HTTPConnection('host')"),
             (ENGINE, "http.get('/status')\nwith http_client.session(url) as http: ..."),
-            (ENGINE, "def f(http: httpx.Client) -> httpx.Response: ..."),
         ),
     ),
 )
@@ -191,7 +173,6 @@ TEST_RULES = (
         rules.nothing_is_mocked,
         breaks=(
             ("tests/a.py", "from unittest.mock import patch"),
-            ("tests/a.py", "from unittest import mock"),
             ("tests/a.py", "def test_a(mocker): ..."),
         ),
         keeps=(("tests/a.py", "def test_a(monkeypatch): monkeypatch.setenv('A', 'b')"),),
@@ -227,22 +208,14 @@ def test_product_modules_have_no_import_cycles():
     assert cycles(project()) == []
 
 
-def test_import_cycle_is_detected():
+def test_import_cycles_and_relative_imports_are_detected():
     a = Module("launch/a.py", "def f():\n    from launch.b import x")
     b = Module("launch/b.py", "import launch.c")
     c = Module("launch/c.py", "from launch import a")
     assert cycles((a, b, c)) == [("launch.a", "launch.b", "launch.c")]
     assert cycles((a, b)) == []
-
-
-def test_relative_imports_are_rejected():
     with pytest.raises(AssertionError, match="absolute name"):
         _ = Module("launch/a.py", "from . import b").imports
-
-
-def test_house_rules_check_modules_of_every_package():
-    names = {module.name for module in project()}
-    assert {"inference_contract.schemas", "trainer_contract.types", "pipelinerl.rng", "launch.supervisor"} <= names
 
 
 def test_files_in_the_exception_lists_of_the_house_rules_exist():
@@ -254,10 +227,3 @@ def test_files_in_the_exception_lists_of_the_house_rules_exist():
         *rules.OPENS_HTTP,
     }
     assert excepted <= {module.path for module in project()}
-
-
-def test_files_that_are_allowed_to_open_http_connections_do_open_them():
-    for path in rules.OPENS_HTTP:
-        assert any(opener in (ROOT / path).read_text() for opener in rules.HTTP_OPENERS), (
-            f"{path} opens none: off the list"
-        )

@@ -40,16 +40,6 @@ def test_engine_process_of_a_benchmark_is_kept_busy_and_stops_when_its_with_bloc
 
 
 @pytest.mark.slow
-def test_benchmark_raises_an_error_if_its_engine_cannot_start(tmp_path, capfd):
-    with (
-        pytest.raises(RuntimeError, match="ended before it was ready"),
-        served(EngineOrder(folder=tmp_path / "nothing", slots=2, context=64)),
-    ):
-        pass
-    capfd.readouterr()
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_engine_busy_benchmark_measures_an_engine_alone_and_during_training_and_publishing():
     payload = engine_busy.measure(rounds=1, window_s=0.3)

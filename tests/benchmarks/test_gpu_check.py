@@ -57,25 +57,6 @@ def test_gpu_check_rehearsal_reuses_prompt_prefixes_from_the_kv_cache(folder):
     assert result["fp32_max"] < 1e-4 and result["found"] >= 0.8
 
 
-@pytest.mark.slow
-def test_gpu_check_rehearsal_computes_gradients_of_a_large_vocabulary(folder):
-    """The trainer computes the output layer in pieces, because all logits together exceed its memory limit."""
-    _, result = gpu_check.attempt("vocabulary", folder, replace(SMALL, head_vocab=2**18), CPU)
-    assert result["errors"][1] <= 0.003
-
-
-@pytest.mark.slow
-def test_gpu_check_rehearsal_detects_that_a_rank_was_killed_during_a_broadcast(folder):
-    _, result = gpu_check.attempt("killed", folder, SMALL, CPU)
-    assert result["error"] != "none" and result["works_again"]
-
-
-@pytest.mark.slow
-def test_gpu_check_rehearsal_finds_equal_losses_and_logprobs_of_jax_and_torch(folder):
-    _, result = gpu_check.attempt("jax", folder, SMALL, CPU)
-    assert result["loss_apart"] < 1e-3 and result["logprob_apart"] < 1e-4
-
-
 def test_gpu_check_finds_that_the_varlen_kernel_and_attention_in_padded_buckets_agree():
     """The kernel is a verified fake in fp32, because the real check needs CUDA."""
     scale = replace(SMALL, segment=24)
@@ -85,19 +66,6 @@ def test_gpu_check_finds_that_the_varlen_kernel_and_attention_in_padded_buckets_
         assert 0 < apart["varlen"] < 1e-5 and apart["buckets"] == 0.0
     assert len(layers["shared"].drawn[0]) < 0.7 * layers["shared"].tokens
     assert check_attention(Path(), scale, CPU)[1] == {"checked": False}
-
-
-@pytest.mark.slow
-def test_gpu_check_measures_the_speed_of_the_attention_kernels():
-    for layer in attention_layers(varlen_attention, SMALL, CPU, torch.float32):
-        assert layer.timed(2).ratio("buckets", "varlen").median > 0
-
-
-@pytest.mark.slow
-def test_gpu_check_rehearsal_on_a_cpu_checks_optimizer_state_kept_in_host_memory(folder):
-    rows, result = gpu_check.attempt("state", folder, SMALL, CPU)
-    assert all(row.met is not False for row in rows) and len(rows) == 6
-    assert result["host"]["apart"] <= 1e-6
 
 
 @pytest.mark.slow

@@ -7,8 +7,6 @@ from benchmarks.arms import FinishedRun, Job
 from benchmarks.schedules import RECIPE, bounds, cells, chosen, figures, ratios, schedules
 from pipelinerl.config.recipe import load
 from pipelinerl.observability.run_history import tell
-from pipelinerl.roles.problems import held_out_problems
-from pipelinerl.roles.wiring import objective_of
 from tests.benchmarks.test_arms import events_of
 
 CELLS = cells(quick=False, recipe=RECIPE)
@@ -25,30 +23,6 @@ def test_compared_schedules_use_equal_numbers_of_rollouts_and_optimizer_steps(ce
         assert config.run.steps * config.training.rollouts_per_step == rollouts * cell.optimizer_steps
         assert config.optimizer_steps == cell.optimizer_steps
         assert config.training.rollouts_per_step == rollouts * config.training.mini_batches
-
-
-def test_recipes_of_compared_schedules_differ_only_in_the_settings_of_the_schedule():
-    plain = load(RECIPE, list(CELLS[0].changes))
-    theirs = ("staleness", "training", "run", "evaluation", "checkpoint")
-    for schedule in schedules():
-        config = config_of(schedule, CELLS[0])
-        engine = config.engine.model_copy(update={"on_update": plain.engine.on_update})
-        same = {name: getattr(plain, name) for name in theirs} | {"engine": engine}
-        assert config.model_copy(update=same) == plain, schedule.name
-        assert objective_of(config) == objective_of(plain)
-
-
-def test_schedules_benchmark_covers_fixed_and_heavy_tailed_answer_lengths():
-    assert {cell.lengths for cell in CELLS} == {"fixed", "heavy-tailed"}
-    assert len({schedule.name for schedule in schedules()}) == 8
-
-
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_held_out_split_has_enough_problems_for_the_evaluation(cell):
-    config = config_of(schedules()[0], cell)
-    wanted = config.evaluation_sets[0]
-    source = held_out_problems(config, wanted)[wanted.name]
-    assert len({source.problem(index).problem_id for index in range(wanted.problems)}) == wanted.problems
 
 
 def test_seconds_to_a_reward_are_read_from_the_reward_curve():

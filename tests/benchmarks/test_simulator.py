@@ -1,18 +1,14 @@
 """The simulator benchmark compares runs that differ only in their schedule, and its slowed-down recipe loads."""
 
-from dataclasses import replace
-
 import pytest
 
 from benchmarks.paced import ENGINE, TRAINER, paced_recipe
 from benchmarks.simulator import ARMS, changes_of
-from inference_contract.weights import OnUpdate
 from pipelinerl.config.recipe import load
 from pipelinerl.plugins.simulation.from_recipe import setting_of
 from pipelinerl.plugins.simulation.hardware import Hardware
-from pipelinerl.plugins.simulation.setting import HeavyTailedLengths, SimulatedSetting
+from pipelinerl.plugins.simulation.setting import HeavyTailedLengths
 from pipelinerl.plugins.simulation.simulator import simulate
-from pipelinerl.staleness import StalenessBounds
 
 
 @pytest.fixture(scope="module")
@@ -48,27 +44,3 @@ def test_simulator_ranks_schedules_by_speed_and_staleness_as_expected(recipe):
     assert predictions["drain"].trainer_held >= in_flight.trainer_held
     assert predictions["RLAX (4, 8)"].staleness_mean > in_flight.staleness_mean > 1
     assert predictions["conventional G = 2"].tokens_per_s > first.tokens_per_s
-
-
-def tokens_per_s(engines):
-    """Return the simulated throughput of a run whose actors, trainer and step size grow with the number of engines."""
-    setting = SimulatedSetting(
-        steps=5,
-        engines=engines,
-        slots=64,
-        bounds=StalenessBounds(1, 8),
-        on_update=OnUpdate.CONTINUE,
-        rollouts_per_step=engines * 8,
-        group_size=8,
-        lengths=HeavyTailedLengths(300.0, 0.8, 2048),
-        prompt_tokens=100,
-        actors=engines // 16,
-        groups_in_flight=256,
-        max_groups=1 << 20,
-    )
-    trainer = replace(TRAINER, token_s=TRAINER.token_s / (64 * engines / 128))
-    return simulate(setting, Hardware(engine=ENGINE, trainer=trainer)).tokens_per_s
-
-
-def test_simulated_throughput_is_proportional_to_the_number_of_engines():
-    assert 7.0 < tokens_per_s(128) / tokens_per_s(16) < 9.0

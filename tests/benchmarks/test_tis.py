@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.arms import FinishedRun, Job
-from benchmarks.tis import ARMS, RECIPE, figures, plot
+from benchmarks.tis import ARMS, RECIPE, figures
 from pipelinerl.config.recipe import load
 from pipelinerl.enums import WeightFormat
 from pipelinerl.numerics import causes
@@ -116,15 +116,3 @@ def test_metrics_of_the_tis_benchmark_are_computed_from_step_events():
     assert row["ess"] == pytest.approx(0.75)
     assert row["truncated"] == pytest.approx(2 / 7, abs=1e-6), "exp(1.5) is above 2, twice"
     assert row["clipped"] == pytest.approx(2 / 7, abs=1e-6), "exp(0.6) up, exp(-0.6) down"
-
-
-def test_error_names_the_metric_that_the_tis_benchmark_needs_and_the_step_events_lack():
-    events = [{key: value for key, value in event.items() if key != "ess"} for event in _events(2)]
-    with pytest.raises(ValueError, match="to report ess"):
-        figures(JOB, _finished(events))
-
-
-def test_tis_plot_is_written_as_png(tmp_path):
-    row = figures(JOB, _finished(_events(4)))
-    runs = [{**row, "arm": name} for name in ARMS for _ in range(2)]
-    assert plot(runs, tmp_path / "docs" / "tis.png").read_bytes().startswith(b"\x89PNG")

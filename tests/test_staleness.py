@@ -9,11 +9,6 @@ from pipelinerl.errors import RecipeError
 from pipelinerl.staleness import MODES, StalenessBounds
 
 
-def test_engine_must_load_new_weights_when_its_weights_are_j_versions_old():
-    bounds = StalenessBounds(3, 9)
-    assert [bounds.reload_due(current=current, loaded=4) for current in (4, 6, 7, 8)] == [False, False, True, True]
-
-
 def test_rollout_is_accepted_if_its_age_in_versions_is_at_most_the_staleness_bound_k():
     bounds = StalenessBounds(1, 2)
     assert [bounds.accepts(producing=10, oldest=oldest) for oldest in (10, 9, 8, 7)] == [True, True, True, False]

@@ -1,10 +1,7 @@
 """Model versions, numbers of tokens and outcomes of rollouts and groups."""
 
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 
-import pytest
-
-from pipelinerl.types import Outcome
 from tests.fakes.rollouts import group, rollout
 
 
@@ -19,12 +16,3 @@ def test_oldest_and_newest_version_of_a_rollout_are_over_the_tokens_of_all_turns
 def test_oldest_version_of_a_group_is_that_of_its_oldest_rollout():
     mixed = replace(group(0), rollouts=(rollout(version=9, epoch=2), rollout(version=4, epoch=3, sampled=(1, 2, 3))))
     assert (mixed.oldest_version, mixed.epoch, mixed.num_tokens) == (4, 2, 4 + 5)
-
-
-def test_outcomes_correct_partial_and_wrong_are_judgements_and_all_others_are_not():
-    assert [outcome for outcome in Outcome if outcome.is_judgement] == [Outcome.CORRECT, Outcome.PARTIAL, Outcome.WRONG]
-
-
-def test_rollout_groups_are_immutable():
-    with pytest.raises(FrozenInstanceError):
-        group(0).index = 1

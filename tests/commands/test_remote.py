@@ -97,11 +97,6 @@ def test_command_reaches_a_run_on_another_machine_by_the_url_of_its_controller(u
         stranger.status()
 
 
-def test_token_for_a_live_run_is_not_sent_to_a_proxy(remote, monkeypatch):
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    assert remote.status().step == 3
-
-
 def test_rejected_request_to_a_run_shows_the_controllers_message(remote, url):
     with pytest.raises(RecipeError, match=r"^unknown knob 'q'$"):
         remote.change_knobs({"q": 1})

@@ -5,15 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.layers import overridden
 from pipelinerl.config.recipe import load, parse, save, to_table
 from pipelinerl.errors import RecipeError
 from pipelinerl.plugins.judge import JudgeSection
-from pipelinerl.plugins.oubliette.section import OublietteSection
-from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Message
 
 URL = "http://127.0.0.1:9000"
@@ -142,16 +139,6 @@ def test_group_sizes_that_cannot_fill_a_step_are_rejected(sizes, overrides, sent
         sized(sizes, *overrides)
 
 
-def test_judge_among_rewards_needs_a_judge_section():
-    with pytest.raises(RecipeError, match=r"domains\.d\.judge must be given for judge"):
-        open_verifier(with_domain(rewards=[{"function": "judge"}]).domains[0])
-
-
-@pytest.mark.parametrize("url", [f"{URL}", f"{URL}/", f"{URL}/v1", f"{URL}/v1/"])
-def test_judge_url_may_end_with_v1_or_a_slash(url):
-    assert JudgeSection(url=url).url == URL
-
-
 def test_judge_key_is_absent_from_repr_and_saved_recipe(monkeypatch):
     monkeypatch.setenv("A_KEY", "secret-7")
     section = JudgeSection(url=URL, key_variable="A_KEY")
@@ -160,15 +147,6 @@ def test_judge_key_is_absent_from_repr_and_saved_recipe(monkeypatch):
     assert section.token == "secret-7"
     assert "secret-7" not in repr((section, to_table(config)))
     assert to_table(config)["domains"][0]["judge"]["key_variable"] == "A_KEY"
-
-
-def test_programming_languages_in_the_oubliette_section_must_be_known():
-    assert OublietteSection(language="cpp").accepted_languages == ("cpp",)
-    assert OublietteSection(language="cpp", languages=("python", "cpp")).accepted_languages == ("python", "cpp")
-    with pytest.raises(ValidationError, match=r"language must be one of python, .* got 'cobol'"):
-        OublietteSection(language="cobol")
-    with pytest.raises(ValidationError, match=r"languages must hold language \(python\), got cpp"):
-        OublietteSection(languages=("cpp",))
 
 
 @pytest.mark.parametrize(

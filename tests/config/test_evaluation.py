@@ -5,7 +5,7 @@ import re
 import pytest
 
 from pipelinerl.config.layers import overridden
-from pipelinerl.config.recipe import load, parse, save, to_table
+from pipelinerl.config.recipe import load, parse, to_table
 from pipelinerl.errors import RecipeError
 from pipelinerl.roles.new_controller import settings_of
 from pipelinerl.roles.problems import held_out_problems, training_problems
@@ -88,15 +88,3 @@ def test_problems_of_an_evaluation_set_do_not_depend_on_other_sets():
 def test_invalid_evaluation_sets_are_rejected(sets, sentence):
     with pytest.raises(RecipeError, match=re.escape(sentence)):
         recipe(*sets)
-
-
-def test_at_least_one_domain_must_be_trained_on():
-    table = to_table(load("tiny"))
-    with pytest.raises(RecipeError, match="domains: must give at least one domain a weight above 0"):
-        parse(table | {"domains": [DOMAINS[2]]})
-
-
-def test_evaluation_sets_are_unchanged_after_the_recipe_is_saved_and_loaded(tmp_path):
-    config = recipe({"name": "main"}, {"name": "hard", "domains": ["benchmark"], "samples": 2, "temperature": 0.5})
-    save(config, tmp_path / "saved.toml")
-    assert load(tmp_path / "saved.toml").evaluation_sets == config.evaluation_sets

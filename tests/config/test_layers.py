@@ -62,15 +62,6 @@ def test_derived_recipe_is_merged_into_its_base_by_the_same_rules_as_overrides(t
     assert load(recipe).objective == tiny | {"grad1": {**tiny["grad1"], "over": "old"}}
 
 
-def test_single_objective_setting_can_be_overridden_if_the_base_recipe_only_names_a_preset():
-    assert merged({"objective": "grpo"}, {"objective": {"adv": {"scale": "none"}}}) == {
-        "objective": {"preset": "grpo", "adv": {"scale": "none"}}
-    }
-    assert overridden({"objective": "grpo"}, ["objective.adv.scale=none"]) == {
-        "objective": {"preset": "grpo", "adv": {"scale": "none"}}
-    }
-
-
 def test_tables_are_merged_key_by_key_and_input_layers_stay_unchanged():
     below = {"run": {"name": "x", "steps": 3}, "engine": {"slots": 1}}
     assert merged(below, {"run": {"steps": 4}}) == {"run": {"name": "x", "steps": 4}, "engine": {"slots": 1}}
@@ -96,25 +87,24 @@ def write(path, text):
     return path
 
 
-def test_path_is_relative_to_the_recipe_file_that_contains_it(tmp_path, monkeypatch):
-    domain = DOMAIN.format(source="../data.py:rows", verifier="rewards.py:score")
+def test_path_is_relative_to_the_recipe_file_that_contains_it_or_to_the_working_directory(tmp_path, monkeypatch):
+    command = 'command = ["python3", "cli.py", "{task}", "--quiet"]\n'
+    domain = DOMAIN.format(source="../data.py:rows", verifier="rewards.py:score") + command
+    write(tmp_path / "bases" / "cli.py", "")
     write(tmp_path / "bases" / "base.toml", f'base = "tiny"\n{domain}[trainer]\ntype = "mine.py:Trainer"\n')
-    recipe = write(tmp_path / "run.toml", 'base = "bases/base.toml"\n[engine]\ntype = "engines/mine.py:open"\n')
+    own = '[engine]\ntype = "mine.py:open"\n[elastic.types."mine.py:open"]\nmax = 3\n[elastic.types.torch]\nmax = 2\n'
+    recipe = write(tmp_path / "run.toml", f'base = "bases/base.toml"\n{own}')
     monkeypatch.chdir(write(tmp_path / "elsewhere" / "x", "").parent)
-    config = load(recipe, ["engine.type=own.py:open"])
+    config = load(recipe)
     assert config.domains[0].verifier == f"{tmp_path}/bases/rewards.py:score"
     assert config.domains[0].source == f"{tmp_path}/data.py:rows"
+    assert config.domains[0].command == ("python3", f"{tmp_path}/bases/cli.py", "{task}", "--quiet")
     assert config.trainer.type == f"{tmp_path}/bases/mine.py:Trainer"
-    assert config.engine.type == f"{tmp_path}/elsewhere/own.py:open"
-    assert load(recipe).engine.type == f"{tmp_path}/engines/mine.py:open"
-
-
-def test_path_of_a_user_engine_type_in_the_elastic_section_is_relative_to_the_recipe(tmp_path):
-    limits = '[elastic.types."mine.py:open"]\nmax = 3\n[elastic.types.torch]\nmax = 2\n'
-    config = load(write(tmp_path / "run.toml", f'base = "tiny"\n[engine]\ntype = "mine.py:open"\n{limits}'))
     assert list(config.elastic.types) == [config.engine.type, "torch"] == [f"{tmp_path}/mine.py:open", "torch"]
-    save(config, tmp_path / "elsewhere.toml")
-    assert load(tmp_path / "elsewhere.toml") == config
+    block = '[{ name = "d", source = "files", parameters = { path = "mine/*.jsonl" } }]'
+    changed = load("tiny", ["engine.type=own.py:open", f"domains={block}"])
+    assert changed.engine.type == f"{tmp_path}/elsewhere/own.py:open"
+    assert changed.domains[0].parameters == {"path": f"{tmp_path}/elsewhere/mine/*.jsonl"}
 
 
 def test_saved_recipe_loads_equal_from_another_directory(tmp_path, monkeypatch):
@@ -141,21 +131,6 @@ def test_resolving_relative_paths_keeps_recipe_values_that_only_look_like_relati
     assert resolved_beside(table, tmp_path) == table
     for other in ({"verifier": "package.module:attribute"}, {"verifier": "/abs/x.py:y"}):
         assert resolved_beside(other, tmp_path) == other
-
-
-def test_data_path_on_the_command_line_is_relative_to_the_working_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    block = '[{ name = "d", source = "files", parameters = { path = "mine/*.jsonl" } }]'
-    config = load("tiny", [f"domains={block}"])
-    assert config.domains[0].parameters == {"path": f"{tmp_path}/mine/*.jsonl"}
-
-
-def test_file_in_a_domain_command_is_relative_to_the_recipe(tmp_path):
-    domain = 'command = ["python3", "cli.py", "{task}", "--quiet"]\n'
-    recipe = write(tmp_path / "run.toml", DOMAIN.format(source="addition", verifier="math_answer") + domain)
-    write(tmp_path / "cli.py", "")
-    made = load(recipe, ["model.path=m"]).domains[0].command
-    assert made == ("python3", f"{tmp_path}/cli.py", "{task}", "--quiet")
 
 
 def test_staleness_mode_replaces_j_and_k_of_lower_layers_only(tmp_path):

@@ -11,8 +11,6 @@ from pipelinerl.config.recipe import check_layout, load, save, write_layout
 from pipelinerl.errors import UserError
 from pipelinerl.messages import LAYOUT
 from pipelinerl.plugins.replay.replayed_run import show
-from pipelinerl.roles import controller_role
-from pipelinerl.roles.process import Identity
 from pipelinerl.roles.resumed_run import directory_of
 
 
@@ -32,11 +30,6 @@ def test_resuming_changing_knobs_and_replaying_are_rejected_for_a_run_directory_
             ask(older)
     with pytest.raises(UserError, match=sentence):
         show(older, step=1, objective=None, console=Console())
-
-
-async def test_controller_rejects_a_run_of_an_older_layout(older):
-    with pytest.raises(UserError, match="got layout 1"):
-        await controller_role.run(Identity(run_dir=older, config=load("tiny"), name="role"))
 
 
 def test_run_of_a_later_layout_is_rejected(older):

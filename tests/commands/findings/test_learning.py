@@ -9,10 +9,9 @@ from pipelinerl.commands.findings.learning import mini_batch_finding
 from pipelinerl.config.recipe import load
 from pipelinerl.objective.contradictions import doubts
 from pipelinerl.objective.presets import resolve
-from pipelinerl.plugins.replay.explain import show, update_table
+from pipelinerl.plugins.replay.explain import update_table
 from pipelinerl.plugins.replay.recorded_run import RecordedStep
-from pipelinerl.roles.trainer_role import loop_settings
-from pipelinerl.roles.wiring import batch_rules_of, objective_of, setting_of
+from pipelinerl.roles.wiring import setting_of
 from pipelinerl.training.rollouts.admission import Lineage
 
 SEVERAL = ("training.epochs=2", "training.mini_batches=4")
@@ -38,19 +37,6 @@ def test_check_shows_the_number_of_optimizer_steps_per_batch(changes, text):
     assert mini_batch_finding(load("tiny", changes)) == text
 
 
-def test_explain_shows_the_number_of_mini_batches_per_epoch():
-    console = Console(file=StringIO(), width=300)
-    show("tiny", SEVERAL, [], console)
-    assert "a batch: epochs: 2, mini-batches in each: 4" in console.file.getvalue()
-
-
-def test_learning_rate_schedule_counts_optimizer_steps():
-    config = load("tiny", [*SEVERAL, "run.seed=7"])
-    assert loop_settings(config).schedule.steps == 8 * 1000
-    mini_batching = batch_rules_of(config, width=1).mini_batching
-    assert (mini_batching.updates, mini_batching.seed) == (8, 7)
-
-
 def messages_of(objective, *changes):
     config = load("tiny", changes)
     return list(doubts(resolve(objective) if isinstance(objective, str) else objective, setting_of(config)))
@@ -68,10 +54,6 @@ def test_check_warns_if_a_batch_has_several_optimizer_steps_and_the_objective_ha
     (several,) = messages_of(plain, *SEVERAL)
     assert several.startswith("grad1 and is_weight hold no ratio of the current policy, and a batch is 8 optimizer")
     assert messages_of("pipelinerl", *SEVERAL) == []
-
-
-def test_setting_for_old_logprobs_is_accepted_if_only_the_target_kl_uses_them():
-    objective_of(load("tiny", [*SEVERAL, "training.target_kl=0.1", "training.old_logprobs=behavior"]))
 
 
 def test_explain_shows_the_optimizer_steps_of_a_recorded_step_as_a_table():

@@ -71,11 +71,6 @@ def test_mixture_of_experts_is_rejected_for_an_engine_or_trainer_that_cannot_com
         refuse(recipe(mixture, overrides))
 
 
-def test_routing_replay_is_rejected_for_a_model_without_experts():
-    with pytest.raises(RecipeError, match=r'routing_replay = "rollout": the model in .* has no experts'):
-        refuse(recipe(None, [REPLAYED]))
-
-
 def test_canary_tolerance_is_larger_if_the_trainer_does_not_replay_the_routing_of_the_engine(mixture):
     """With routing replay, the trainer computes the canary with the engine's experts, so a small tolerance suffices."""
     exact = ["engine.dtype=float32", "weights.dtype=float32"]

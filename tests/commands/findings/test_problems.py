@@ -10,7 +10,6 @@ from pipelinerl.errors import RecipeError
 from tests.models.test_tokenizer import NO_SYSTEM, model_with
 
 GOOD = [{"prompt": f"say {number}", "answer": str(number)} for number in range(9)]
-WORDS = {"instruction_id_list": ["punctuation:no_coma"]}
 
 
 def config_of(tmp_path, *rows, model=None, **domain):
@@ -54,13 +53,6 @@ def test_error_names_the_invalid_row_of_a_data_file_and_what_is_wrong_with_it(ro
     assert "\n" not in str(refused.value)
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(good | tests) for good in GOOD))
     refuse_problems(config, FIRST)
-
-
-def test_error_names_the_data_row_with_an_unknown_instruction(tmp_path):
-    config = config_of(tmp_path, verifier="instruction_following")
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b", "metadata": WORDS}))
-    with pytest.raises(RecipeError, match=r"rows\.jsonl line 1: there is no instruction 'punctuation:no_coma'"):
-        refuse_problems(config, FIRST)
 
 
 @pytest.mark.parametrize(
@@ -129,11 +121,3 @@ def test_check_names_the_wrong_instruction_of_one_row_among_hundreds(tmp_path, r
         except RecipeError as error:
             refused.append(str(error))
     assert len(refused) == 8 and all(sentence in text for text in refused)
-
-
-def test_check_counts_instructions_only_in_domains_with_the_instruction_verifier():
-    config = instructed(source="instructions", parameters={"kinds": ["punctuation:no_comma", "startend:quotation"]})
-    ((_, text),) = verifier_findings(config, config.domains[0])
-    assert "of 260 problems" in text and "startend:quotation" in text
-    other = instructed(source="addition", verifier="math_answer")
-    assert list(verifier_findings(other, other.domains[0])) == []

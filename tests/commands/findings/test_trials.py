@@ -62,12 +62,6 @@ async def test_check_rejects_a_judge_whose_reply_has_no_score():
         await trial(verifier="judge", judge={"url": url})
 
 
-async def test_check_tries_the_instruction_verifier_without_a_reference_answer():
-    report = await trial(verifier="instruction_following")
-    assert report.startswith("of the reference answer correct, reward 1")
-    assert "of an empty answer wrong, reward 0" in report
-
-
 async def test_check_judges_a_math_reference_as_a_model_would_write_it_in_a_box(tmp_path):
     # Without the box, a text of this length is no answer.
     truth = "all positive integers that are divisible by six or by seven"

@@ -64,7 +64,3 @@ def test_domain_weights_given_with_a_request_apply_and_zero_weight_disables_a_do
     for off in ("a", "b", "c"):
         weights = {name: 0.0 if name == off else 0.1 for name in "abc"}
         assert off not in {made.domain(i, weights, quota).name for i in range(40, 3000)}
-
-
-def test_problem_comes_from_the_source_of_its_domain():
-    assert mixture({"a": 1.0}).problem(12).problem_id == "12"

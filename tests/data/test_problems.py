@@ -7,9 +7,7 @@ import pytest
 
 from pipelinerl.data.mixture import Domain, Mixture
 from pipelinerl.data.problems import Split, open_source
-from pipelinerl.data.source import split_of
 from pipelinerl.errors import RecipeError
-from pipelinerl.types import Message, Problem
 
 SPELLING = {"min_word_len": 3, "max_word_len": 4, "answer_pattern": "[a-z]+"}
 
@@ -97,18 +95,6 @@ def write(path, prompts_):
     return str(path)
 
 
-def test_jsonl_file_is_split_by_hash_and_every_line_is_used(tmp_path):
-    path = write(tmp_path / "a.jsonl", [f"q{i}" for i in range(100)])
-    splits = {split: source("files", split, path=path) for split in Split}
-    seen = {split: prompts(problems, len(problems)) for split, problems in splits.items()}
-    assert sorted(itertools.chain.from_iterable(seen.values())) == sorted(
-        (Message("user", f"q{i}"),) for i in range(100)
-    )
-    assert len(seen[Split.TRAIN]) > 60
-    with pytest.raises(RecipeError, match=r"lower evaluation\.problems"):
-        splits[Split.HELD_OUT].problem(len(splits[Split.HELD_OUT]))
-
-
 def test_each_epoch_of_a_file_is_a_new_permutation(tmp_path):
     problems = source("files", path=write(tmp_path / "a.jsonl", [f"q{i}" for i in range(100)]))
     size = len(problems)
@@ -119,52 +105,11 @@ def test_each_epoch_of_a_file_is_a_new_permutation(tmp_path):
     assert problems.problem(3) == first[3]
 
 
-def test_problems_of_a_held_out_file_are_not_trained_on(tmp_path):
-    path = write(tmp_path / "train.jsonl", [f"q{i}" for i in range(50)])
-    held_out = write(tmp_path / "test.jsonl", ["q3", "q4", "other"])
-    tested = source("files", Split.HELD_OUT, path=path, held_out_path=held_out)
-    trained = source("files", Split.TRAIN, path=path, held_out_path=held_out)
-    checked = source("files", Split.VALIDATION, path=path, held_out_path=held_out)
-    parts = [set(prompts(part, len(part))) for part in (tested, trained, checked)]
-    assert parts[0] == {(Message("user", text),) for text in ("q3", "q4", "other")}
-    assert all(not one & other for one, other in itertools.combinations(parts, 2))
-    assert len(parts[1] | parts[2]) == 48
-
-
-def test_error_names_the_invalid_line_of_a_data_file(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "a", "answer": "b"}\n\n{"prompt": "a"}\n')
-    with pytest.raises(RecipeError, match=r'a\.jsonl line 3: field "answer" is missing or null; the row has prompt$'):
-        source("files", path=str(path))
-
-
-def test_messages_in_a_jsonl_file_keep_their_roles(tmp_path):
-    path = tmp_path / "a.jsonl"
-    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    path.write_text(json.dumps({"messages": turns, "answer": 4, "metadata": {"level": 2}}))
-    split = split_of((Message("system", "s"), Message("user", "u")))
-    problem = source("files", split, path=str(path)).problem(0)
-    assert problem == Problem(
-        problem_id=problem.problem_id,
-        domain="d",
-        messages=(Message("system", "s"), Message("user", "u")),
-        ground_truth="4",
-        metadata={"level": 2},
-    )
-
-
 def mixture(seed, *weights):
     return Mixture(
         [Domain(name=f"d{i}", weight=w, source=source("addition", domain=f"d{i}")) for i, w in enumerate(weights)],
         seed=seed,
     )
-
-
-def test_mixture_keeps_domain_shares_and_depends_on_seed_and_index():
-    drawn = [mixture(5, 1.0, 3.0).problem(i) for i in range(400)]
-    assert 60 < sum(p.domain == "d0" for p in drawn) < 140
-    assert mixture(5, 1.0, 3.0).problem(123) == drawn[123]
-    assert [mixture(6, 1.0, 3.0).domain(i).name for i in range(50)] != [p.domain for p in drawn[:50]]
 
 
 @pytest.mark.parametrize("weights", [(), (0.0,), (1.0, -1.0), (float("nan"),), (float("inf"), 1.0)])

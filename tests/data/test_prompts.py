@@ -114,15 +114,6 @@ def test_error_for_an_empty_rendered_prompt_names_the_row(tmp_path):
         first_problems("addition", Prompts(template=Template("{% if false %}x{% endif %}")))
 
 
-def test_prompt_template_can_use_the_fields_of_its_row(tmp_path):
-    path = written(tmp_path / "a.jsonl", ROWS)
-    template = Template("{{ prompt }}:{% for c in choices %} {{ c }}{% endfor %}")
-    (problem, *_) = first_problems("files", Prompts(system="s", template=template), path=path)
-    question = problem.messages[-1].content
-    assert question.startswith("q") and question.endswith(": x y")
-    assert problem.messages[0] == Message("system", "s")
-
-
 def test_prompt_template_does_not_change_a_problems_split(tmp_path):
     path = written(tmp_path / "a.jsonl", ROWS)
     for split in Split:

@@ -56,18 +56,6 @@ def test_users_function_with_a_split_parameter_is_called_once_per_split():
     assert source(by_split).problem(0).ground_truth == "7"
 
 
-def test_tasks_of_a_users_function_that_share_a_prompt_can_be_split_by_task():
-    def games():
-        return [{"prompt": "Play.", "answer": "x", "metadata": {"seed": seed}} for seed in range(100)]
-
-    seeds = []
-    for split in Split:
-        opened = source(games, split, split_by="task")
-        seeds += [opened.problem(index).metadata["seed"] for index in range(len(opened))]
-        assert len(opened) > 2
-    assert sorted(seeds) == list(range(100))
-
-
 def test_problem_source_returned_by_a_users_function_is_used_as_is_with_the_domains_prompts():
     def endless():
         return Endless()

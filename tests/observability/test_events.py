@@ -1,8 +1,6 @@
 """The event log keeps whole lines, even if its writer is killed or the disk is full."""
 
-import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -24,16 +22,10 @@ def test_events_are_read_back_as_they_were_written(tmp_path):
     path = tmp_path / "run" / "events.jsonl"
     with EventLog(path, clock=lambda: 12.3456) as log:
         log.write("step", step=1, reward=0.5)
-        log.write("knobs", changes={"staleness.k": math.inf}, who="ü")
+        log.write("knobs", changes={"staleness.k": math.inf}, who="ü", rows=[1.0, (math.nan,)])
     assert path.read_text().splitlines()[0] == '{"time":12.346,"kind":"step","step":1,"reward":0.5}'
-    assert read_events(path)[1] == {"time": 12.346, "kind": "knobs", "changes": {"staleness.k": None}, "who": "ü"}
-
-
-def test_non_finite_numbers_in_events_become_null(tmp_path):
-    with EventLog(tmp_path / "e") as log:
-        log.write("step", loss=math.nan, rows=[1.0, -math.inf, (math.nan,)])
-    (event,) = read_events(tmp_path / "e")
-    assert (event["loss"], event["rows"]) == (None, [1.0, None, [None]])
+    knobs = {"time": 12.346, "kind": "knobs", "changes": {"staleness.k": None}, "who": "ü", "rows": [1.0, [None]]}
+    assert read_events(path)[1] == knobs, "JSON has no infinities"
 
 
 @pytest.mark.parametrize("torn", [b'{"time":1,"ki', b"x", b"y" * 100_000])
@@ -49,19 +41,6 @@ def test_incomplete_last_line_is_ignored_by_readers_and_removed_by_the_writer(tm
     assert [event["step"] for event in read_events(path)] == [1, 2]
 
 
-def test_event_log_with_only_an_incomplete_line_is_read_as_empty(tmp_path):
-    path = tmp_path / "e"
-    path.write_bytes(b'{"half')
-    assert read_events(path) == []
-    EventLog(path).close()
-    assert path.read_bytes() == b""
-
-
-def test_reading_a_missing_event_log_raises(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        read_events(tmp_path / "none")
-
-
 def test_events_written_before_the_writer_is_killed_are_kept(tmp_path):
     path = tmp_path / "e"
     code = (
@@ -73,25 +52,6 @@ def test_events_written_before_the_writer_is_killed_are_kept(tmp_path):
     ended = subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, timeout=PATIENCE_S)
     assert ended.returncode == -signal.SIGKILL
     assert [event["step"] for event in read_events(path)] == list(range(50))
-
-
-def test_event_log_can_be_closed_twice_and_then_rejects_writes(tmp_path):
-    log = EventLog(tmp_path / "e")
-    log.close()
-    log.close()
-    with pytest.raises(OSError):
-        log.write("step")
-
-
-def test_each_event_line_is_appended_in_one_write(tmp_path):
-    """A concurrent reader sees whole lines only, because the file ends with a newline after every write."""
-    path = tmp_path / "e"
-    with EventLog(path) as log:
-        for step in range(20):
-            log.write("step", step=step, text="x" * 5000)
-            assert path.read_bytes().endswith(b"\n")
-            assert json.loads(path.read_bytes().splitlines()[-1])["step"] == step
-    assert os.path.getsize(path) > 100_000
 
 
 def _kept_and_written(place, path):

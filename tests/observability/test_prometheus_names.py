@@ -2,12 +2,9 @@
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import httpx
-import pytest
 import yaml
 
 from inference_contract.schemas import EngineMetrics
@@ -26,10 +23,8 @@ from pipelinerl.observability.status import (
     TrainerStatus,
     prometheus_text,
 )
-from tests.patience import PATIENCE_S
 from tests.security.servers import TOKEN, application
 
-PROMTOOL = shutil.which("promtool")
 DOCS = Path(__file__).parents[2] / "docs" / "reference"
 FIGURES = (
     "reward", "accuracy", "loss", "grad_norm", "learning_rate", "entropy", "ess", "clip_fraction", "length_mean",
@@ -92,29 +87,6 @@ def test_dashboard_and_alert_files_are_well_formed():
     assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"]) >= 10
     for rule in group["rules"]:
         assert rule["expr"] and rule["for"] and rule["labels"]["severity"] and rule["annotations"]["summary"]
-
-
-@pytest.mark.skipif(
-    PROMTOOL is None, reason="Prometheus does not judge rules and queries: promtool (Debian's prometheus) is not here"
-)
-def test_promtool_accepts_alert_rules_dashboard_queries_and_metrics_text(tmp_path):
-    def judged(*words, text=""):
-        command = [str(PROMTOOL), "check", *map(str, words)]
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=PATIENCE_S)
-        return done.stdout + done.stderr
-
-    assert "SUCCESS: 12 rules found" in judged("rules", DOCS / "grafana" / "alerts.yaml")
-    panels = json.loads((DOCS / "grafana" / "dashboard.json").read_text())["panels"]
-    queries = [target["expr"] for panel in panels for target in panel["targets"]]
-    rules = [{"record": f"query:{number}", "expr": query} for number, query in enumerate(queries)]
-    (tmp_path / "queries.yaml").write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
-    assert f"SUCCESS: {len(queries)} rules found" in judged("rules", tmp_path / "queries.yaml")
-    (tmp_path / "queries.yaml").write_text(
-        json.dumps({"groups": [{"name": "no query", "rules": [rules[0] | {"expr": "("}]}]})
-    )
-    assert "FAILED" in judged("rules", tmp_path / "queries.yaml")
-    assert "parsing error" not in judged("metrics", text=_controller())
-    assert "parsing error" in judged("metrics", text="pipelinerl_steps_total seven")
 
 
 def test_documentation_lists_every_metric_of_the_controller():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipelinerl.observability.run_history import Incidents, Series, tell
+from pipelinerl.observability.run_history import Incidents, tell
 
 
 def at(elapsed_s, kind, **fields):
@@ -69,11 +69,3 @@ def learning(lag, *, names_version):
 def test_reward_of_a_version_does_not_depend_on_the_lag_of_the_step_that_trained_it(lag, names_version):
     rewards = tell(learning(lag, names_version=names_version)).by_sampling_version()
     assert rewards.y == pytest.approx([version / 10 for version in rewards.x]) and rewards.x[-1] == 19 - lag
-
-
-def test_rewards_by_version_are_in_rising_order_of_versions():
-    late = [
-        at(1, "step", step=1, reward=0.2, sampled_version=2.0),
-        at(2, "step", step=2, reward=0.1, sampled_version=0),
-    ]
-    assert tell(late).by_sampling_version() == Series((0.0, 2.0), (0.1, 0.2))

@@ -37,12 +37,6 @@ def test_reused_background_thread_keeps_no_reference_to_its_previous_call():
         time.sleep(0.005)
 
 
-def test_concurrent_background_calls_run_in_separate_threads():
-    meeting = threading.Barrier(8, timeout=PATIENCE_S)
-    calls = [in_background(f"call-{number}", meeting.wait) for number in range(8)]
-    assert sorted(call.result(PATIENCE_S) for call in calls) == list(range(8))
-
-
 def test_exception_in_a_background_call_reaches_the_caller_and_the_thread_survives():
     def fails():
         raise OSError("no")
@@ -53,36 +47,24 @@ def test_exception_in_a_background_call_reaches_the_caller_and_the_thread_surviv
     assert in_background("works", lambda: 1).result(PATIENCE_S) == 1
 
 
-class Refusing:
-    """A fake event loop that reports to be open but raises when it gets a callback.
-
-    With `closes`, it raises because it was closed just before; otherwise the reason is another one.
-    """
+class Closing:
+    """A fake event loop that is closed while it gets a callback, or raises for another reason."""
 
     def __init__(self, *, closes):
-        self._closes, self._closed = closes, False
-
-    def is_closed(self):
-        return self._closed
+        self.is_closed = lambda: closes
 
     def call_soon_threadsafe(self, *_):
-        self._closed = self._closes
         raise RuntimeError("it takes no call")
 
 
 def test_callback_to_an_event_loop_that_was_just_closed_is_ignored():
     """If the callback raised, the thread would die, and pytest would blame an unrelated test."""
-    closing = Refusing(closes=True)
-    tell(closing, print)
+    tell(Closing(closes=True), print)
+    with pytest.raises(RuntimeError, match="takes no call"):
+        tell(Closing(closes=False), print)
     closed = asyncio.new_event_loop()
     closed.close()
     tell(closed, print)
-
-
-def test_runtime_error_of_an_event_loop_that_is_not_closed_is_raised():
-    refusing = Refusing(closes=False)
-    with pytest.raises(RuntimeError, match="takes no call"):
-        tell(refusing, print)
 
 
 async def test_cancelled_caller_waits_until_the_work_that_it_started_has_ended():
@@ -104,14 +86,6 @@ async def test_cancelled_caller_waits_until_the_work_that_it_started_has_ended()
     assert ended and await to_its_end(work()) == "done"
 
 
-async def test_coroutines_run_together_return_their_results_in_order():
-    async def after(seconds):
-        await asyncio.sleep(seconds)
-        return seconds
-
-    assert await run_together(map(after, (0.01, 0.0))) == [0.01, 0.0]
-
-
 async def test_first_failure_of_coroutines_run_together_cancels_the_others_and_is_the_only_error_raised():
     ended = []
 
@@ -124,6 +98,11 @@ async def test_first_failure_of_coroutines_run_together_cancels_the_others_and_i
         finally:
             ended.append("wait")
 
+    async def after(seconds):
+        await asyncio.sleep(seconds)
+        return seconds
+
+    assert await run_together(map(after, (0.01, 0.0))) == [0.01, 0.0], "results are in order"
     with pytest.raises(ValueError, match="bad"):
         await run_together(work() for work in (wait, fail))
     assert ended == ["wait"]

@@ -4,7 +4,7 @@ import stat
 
 import pytest
 
-from pipelinerl.system.files import sync, write_private
+from pipelinerl.system.files import write_private
 
 
 def test_private_file_replaces_a_file_that_everybody_could_read(tmp_path):
@@ -23,11 +23,3 @@ def test_failed_write_of_a_private_file_keeps_the_previous_file(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         write_private(path, "half \ud800")
     assert path.read_text() == "old"
-
-
-def test_sync_to_disk_accepts_files_and_directories_and_raises_if_they_are_missing(tmp_path):
-    (tmp_path / "file").write_text("x")
-    sync(tmp_path / "file")
-    sync(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        sync(tmp_path / "other")

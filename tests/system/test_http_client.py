@@ -1,6 +1,5 @@
 """Tests of the HTTP clients: headers, proxies, and deadlines."""
 
-import asyncio
 import math
 import socket
 import threading
@@ -53,11 +52,6 @@ def proxies(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_default_httpx_client_uses_the_proxy_in_the_environment():
-    with peer() as (url, _), httpx.Client() as http, pytest.raises(httpx.ConnectError):
-        http.get(url)
-
-
 def test_http_session_sends_its_token_and_headers_and_ignores_the_proxy_in_the_environment():
     with peer() as (url, heads), http_client.session(url, token="secret", headers={"x-who": "ada"}) as http:
         assert http.get("/status").text == "ok"
@@ -93,17 +87,6 @@ def test_connection_for_weight_transfers_ignores_the_proxy_in_the_environment():
     assert "authorization: bearer secret\r\n" in heads[0]
 
 
-@pytest.mark.parametrize(("url", "port"), [("http://host", 80), ("https://host", 443), ("https://host:8000", 8000)])
-def test_connection_for_weight_transfers_uses_the_default_port_of_its_url_scheme(url, port):
-    connection = http_client.byte_connection(url)
-    assert (connection.host, connection.port) == ("host", port)
-
-
-@pytest.mark.parametrize("token", [None, ""])
-def test_no_authorization_header_is_sent_without_a_token(token):
-    assert http_client.authorization(token) == {}
-
-
 def test_http_session_times_out_if_the_server_does_not_answer():
     with (
         peer(b"") as (url, _),
@@ -111,13 +94,6 @@ def test_http_session_times_out_if_the_server_does_not_answer():
         pytest.raises(httpx.ReadTimeout),
     ):
         http.get("/")
-
-
-async def test_aiohttp_session_call_times_out_at_its_deadline():
-    with peer(b"") as (url, _):
-        async with http_client.hot_session(token=None, keep_alive_s=1.0) as http:
-            with pytest.raises(asyncio.TimeoutError):
-                await http.get(url, timeout=http_client.call_timeout(0.2))
 
 
 def test_timeout_of_a_call_limits_the_time_to_connect_even_if_its_response_may_last_forever():

@@ -1,27 +1,11 @@
 """A process exits with its main function's status even if threads are busy; output is flushed, exit functions run."""
 
-import gc
 import subprocess
 import sys
 
 import pytest
 
-from pipelinerl.system.process import collect_as_usual, collect_rarely
 from tests.patience import PATIENCE_S
-
-
-def test_garbage_collection_is_rare_during_start_up_and_normal_afterwards():
-    others = gc.get_threshold()  # the thresholds to restore; another test may have changed the defaults
-    before = (700, 10, 10)
-    gc.set_threshold(*before)
-    try:
-        collect_rarely()
-        assert gc.get_threshold()[0] > 10 * before[0] and gc.get_threshold()[1:] == before[1:]
-        collect_as_usual()
-        assert gc.get_threshold() == before
-    finally:
-        gc.set_threshold(*others)
-
 
 #: A program with a thread that keeps calling torch's C++ code, so that it may return to Python during the exit.
 BUSY = """

@@ -1,4 +1,4 @@
-"""A supervised program leaves no process behind, whichever way it ends, and the wrapper ends with its status."""
+"""A supervised program leaves no process behind, and a tied one gets a signal when its parent dies."""
 
 import os
 import signal
@@ -9,10 +9,10 @@ import time
 import pytest
 
 from pipelinerl.system import supervised_process
-from pipelinerl.system.supervised_process import ending_of
+from pipelinerl.system.supervised_process import ending_of, tied
 from tests.patience import PATIENCE_S, SOON_S, is_running, wait_until
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="subreapers and ties are Linux's")
 
 #: A program that starts a child in a session of its own and an orphaned grandchild, prints their ids, and then ends.
 _PROGRAM = """
@@ -82,3 +82,53 @@ def test_program_that_does_not_exist_is_named_by_the_supervisor():
     argv = command(os.getpid(), 0.0, "/no/such/program")
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 1 and "/no/such/program cannot be started" in ended.stderr
+
+
+# --- tied processes --------------------------------------------------------------------------------------------------
+
+#: A program that writes the signal that it receives to a file.
+_CHILD = """
+import pathlib, signal, sys, time
+def noted(number, frame):
+    pathlib.Path(sys.argv[1]).write_text(signal.Signals(number).name)
+    sys.exit()
+signal.signal(signal.SIGTERM, noted)
+print("ready", flush=True)
+time.sleep(60)
+"""
+_TYING = """
+import subprocess, sys, time
+from pipelinerl.system.supervised_process import tied
+noted, child = sys.argv[1:]
+subprocess.Popen(tied([sys.executable, "-c", child, noted], "SIGTERM"))
+time.sleep(60)
+"""
+
+
+def test_process_tied_to_its_parent_gets_the_given_signal_when_the_parent_is_killed(tmp_path):
+    noted = tmp_path / "noted"
+    parent = subprocess.Popen([sys.executable, "-c", _TYING, str(noted), _CHILD], stdout=subprocess.PIPE)
+    with parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"ready\n"
+        parent.kill()
+    wait_until(lambda: noted.exists() and noted.read_text(), "the child has received a signal")
+    assert noted.read_text() == "SIGTERM"
+
+
+@pytest.mark.parametrize(
+    ("parent", "program", "reason"),
+    [(1, "true", "is gone; not starting true"), (os.getpid(), "/no/such/program", "cannot be started")],
+    ids=["parent", "program"],
+)
+def test_tying_a_process_fails_with_an_error_if_its_parent_or_program_is_missing(parent, program, reason):
+    command = [str(parent) if word == str(os.getpid()) else word for word in tied([program])]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == 1
+    assert reason in ended.stderr
+
+
+def test_process_tied_to_its_parent_runs_on_the_given_cpu_cores():
+    core = min(os.sched_getaffinity(0))
+    argv = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
+    assert subprocess.check_output(tied(argv, cores=[core]), text=True, timeout=PATIENCE_S) == f"{{{core}}}\n"

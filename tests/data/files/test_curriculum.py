@@ -83,15 +83,6 @@ def test_held_out_split_ignores_the_curriculum_and_needs_no_pass_rates(tmp_path)
     assert problems[0] == problems[1]
 
 
-def test_problems_are_ordered_by_the_pass_rate_in_the_field_named_by_rate_field(tmp_path):
-    rows = [{"prompt": row["prompt"], "answer": row["answer"], "solved": row["metadata"]["pass_rate"]} for row in ROWS]
-    for suffix in (".jsonl", ".parquet"):
-        path = written(tmp_path, suffix, rows)
-        source = opened(path, order="easy_first", order_band=0, rate_field="solved", metadata_fields=["solved"])
-        solved = [source.problem(index).metadata["solved"] for index in range(len(source))]
-        assert solved == sorted(solved, reverse=True)
-
-
 @pytest.mark.parametrize(
     ("parameters", "sentence"),
     [

@@ -131,14 +131,6 @@ def test_every_data_file_format_gives_the_same_problems(name, tmp_path):
     assert actual[Split.TRAIN][0].ground_truth.isdigit()
 
 
-def test_several_files_and_globs_form_one_data_set(tmp_path):
-    jsonl(tmp_path / "a.jsonl", ROWS[:20])
-    parquet(tmp_path / "b.parquet", ROWS[20:])
-    named = opened([str(tmp_path / "a.jsonl"), str(tmp_path / "b.parquet")])
-    assert questions(opened(tmp_path / "[ab].*")) == questions(named)
-    assert len(questions(named)) > 40
-
-
 # --- splits ----------------------------------------------------------------------------------------------------------
 
 
@@ -215,11 +207,6 @@ def test_recipe_must_name_one_of_several_configurations_of_a_hub_data_set_withou
     (folder / "README.md").write_text(README.replace("main/train-*.parquet", "../secret.parquet"))
     with pytest.raises(RecipeError, match=r"README\.md must name only files of its folder, got '\.\./secret\.parquet'"):
         opened(folder, config="main")
-
-
-def test_duplicate_data_rows_become_one_problem(tmp_path):
-    source = opened(jsonl(tmp_path / "a.jsonl", [*ROWS, *ROWS[:30]]))
-    assert len(questions(source)) == len(source) == len(opened(jsonl(tmp_path / "b.jsonl")))
 
 
 def game(count, *, first=0, prompt="Play the game."):
@@ -324,12 +311,6 @@ def test_data_fields_are_mapped_and_a_dot_selects_a_field_of_a_struct(name, writ
     )
 
 
-def test_prompt_field_may_contain_messages(tmp_path):
-    problem = only(jsonl(tmp_path / "a.jsonl", [{"prompt": NESTED["chat"], "answer": ["a", 1]}]))
-    assert problem.messages == (Message("system", "s"), Message("user", "u"))
-    assert problem.ground_truth == '["a",1]'
-
-
 def test_null_fields_that_arrow_adds_to_structs_are_removed_from_the_data(tmp_path):
     rows = [
         {"prompt": "a", "answer": "1", "metadata": {"tests": [{"stdin": "x"}, {"argv": ["y"]}]}},
@@ -341,20 +322,6 @@ def test_null_fields_that_arrow_adds_to_structs_are_removed_from_the_data(tmp_pa
     )
     metadata = {p.messages[0].content: p.metadata for split in Split for p in _all(path, split)}
     assert metadata == {row["prompt"]: row["metadata"] for row in rows}
-
-
-@pytest.mark.parametrize("write", [parquet, arrow_stream])
-def test_missing_column_error_lists_all_columns(write, tmp_path):
-    rows = [{"question": f"{n} + 1", "solution": str(n + 1), "level": 1, "answer": None} for n in range(40)]
-    path = write(tmp_path / ("a.parquet" if write is parquet else "a.arrow"), rows)
-    with pytest.raises(
-        RecipeError, match=r'row 0: field "answer" is missing or null; the row has level, question, solution$'
-    ):
-        opened(path)
-    with pytest.raises(
-        RecipeError, match=r'row 0: field "prompt" is missing or null; the row has .*level, question, solution$'
-    ):
-        opened(path, answer_field="solution")
 
 
 def _all(path, split, **parameters):

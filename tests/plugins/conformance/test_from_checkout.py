@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from typer.testing import CliRunner
 
 from pipelinerl import cli
-from pipelinerl.errors import UserError
-from pipelinerl.plugins.conformance import command_line as checkout
 from tests.faults.scenarios.scenario import names
 
 
@@ -32,13 +28,3 @@ def test_chaos_command_runs_a_scenario_with_the_given_seeds_and_counts_failures(
 def test_chaos_command_rejects_an_unknown_scenario_and_lists_the_known_ones(capfd: pytest.CaptureFixture[str]) -> None:
     assert CliRunner().invoke(cli.app, ["chaos", "--scenario", "zzz"]).exit_code == 2
     assert "no scenario is called 'zzz'; there are: bad_machine, controller_killed, " in capfd.readouterr().err
-
-
-def test_chaos_and_bench_commands_are_rejected_without_a_source_checkout(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(checkout, "CHECKOUT", tmp_path)
-    with pytest.raises(UserError, match="the fault scenarios are part of a checkout"):
-        checkout.chaos()
-    with pytest.raises(UserError, match="benchmarks are part of a checkout"):
-        checkout.bench()

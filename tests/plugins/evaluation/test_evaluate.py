@@ -20,7 +20,7 @@ from pipelinerl.engines.options import EngineOptions
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.plugins.bigram import engine as bigram_engine
 from pipelinerl.plugins.bigram.model import BigramModel
-from pipelinerl.plugins.evaluation.evaluate import evaluate, held_out_orders, show, with_one_evaluation
+from pipelinerl.plugins.evaluation.evaluate import evaluate, show, with_one_evaluation
 from pipelinerl.plugins.evaluation.evaluation_loop import MOST_FAILURES
 from pipelinerl.plugins.evaluation.respondents import _with_model, recipe_of, target_of
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
@@ -112,14 +112,6 @@ def test_third_party_openai_server_is_evaluated_from_its_answer_texts(recipe):
     assert others is not None and 0 < others < 1, "each sample has a seed of its own"
     assert len(fake.bodies) == 20 * 4 and {body["model"] for body in fake.bodies} == {"small"}
     assert report.figures.length_mean == 1.0
-
-
-def test_evaluation_counts_problems_whose_requests_fail_and_continues(recipe):
-    fake = OpenAIFake(lambda body: "1", failures=(400, 400))
-    with in_thread(fake.app) as url:
-        config = load(recipe, ["evaluation.samples=1", "evaluation.pass_at=[]", "evaluation.temperature=0"])
-        report = evaluated(url, config)
-    assert (report.figures.problems, report.incomplete) == (18, 2)
 
 
 def test_error_of_an_evaluation_in_which_every_problem_fails_contains_the_servers_reason(recipe):
@@ -226,12 +218,6 @@ def test_evaluation_set_is_selected_by_name_and_its_settings_can_be_overridden_o
     alone = with_one_evaluation(load(recipe), "", {"problems": 3, "split": "validation"})
     (chosen,) = alone.evaluation_sets
     assert (chosen.name, chosen.split, chosen.problems, chosen.samples) == ("validation", "validation", 3, 8)
-
-
-def test_evaluation_of_a_recipe_requests_the_same_held_out_problems_each_time(recipe):
-    orders = list(held_out_orders(load(recipe), 7))
-    assert len({order.problem.problem_id for order in orders}) == 20
-    assert orders == list(held_out_orders(load(recipe), 7))
 
 
 def test_evaluation_report_can_be_printed_as_a_table_or_as_json(model, recipe, capsys):

@@ -9,8 +9,8 @@ from pipelinerl.config.recipe import load
 from pipelinerl.data.problems import open_source
 from pipelinerl.data.source import Split
 from pipelinerl.errors import UserError
-from pipelinerl.plugins.evaluation.prefilter import ANSWERS, Band, _question, band_of, prefilter
-from pipelinerl.plugins.evaluation.respondents import Target, target_of
+from pipelinerl.plugins.evaluation.prefilter import ANSWERS, Band, band_of, prefilter
+from pipelinerl.plugins.evaluation.respondents import target_of
 from tests.fakes.openai_server import OpenAIFake
 from tests.fakes.served import in_thread
 
@@ -74,32 +74,6 @@ def test_resumed_prefilter_does_not_sample_problems_again_that_were_already_answ
         again = prefiltered(url, config, broken)
     assert (again.asked, len(fake.bodies)) == (report.problems - 5, 8 * (report.problems - 5))
     assert (broken / "sevens.jsonl").read_text() == (whole / "sevens.jsonl").read_text()
-
-
-def test_prefilter_rejects_answers_sampled_with_other_settings(tmp_path, config):
-    fake = OpenAIFake(answers)
-    with in_thread(fake.app) as url:
-        prefiltered(url, config, tmp_path / "out", problems=2)
-        with pytest.raises(UserError, match=r"another question \(another samples\); name another --out"):
-            prefiltered(url, config, tmp_path / "out", problems=2, samples=4)
-        more = prefiltered(url, config, tmp_path / "out", problems=5)
-    assert (more.problems, more.asked) == (5, 3), "the number of problems is not part of the question"
-
-
-def test_prefilter_does_not_reuse_answers_from_before_the_model_files_were_rewritten(tmp_path, config):
-    target, weights = Target(name="m", model=tmp_path), tmp_path / "model.safetensors"
-    weights.write_bytes(b"first")
-    before = _question(target, config, samples=8, model="")
-    assert _question(target, config, samples=8, model="") == before
-    weights.write_bytes(b"second")
-    assert _question(target, config, samples=8, model="") != before
-
-
-def test_second_prefilter_run_retries_the_problems_that_got_no_answer(tmp_path, config):
-    fake = OpenAIFake(answers, failures=(400,))
-    with in_thread(fake.app) as url:
-        assert prefiltered(url, config, tmp_path / "out", problems=6).unanswered == 1
-        assert prefiltered(url, config, tmp_path / "out", problems=6).asked == 1
 
 
 @pytest.mark.parametrize("text", ["", "0.1", "0.1-0.9", "0.9..0.1", "-1..1", "0..2", "a..b", "nan..nan"])

@@ -9,7 +9,6 @@ import pytest
 
 from pipelinerl.data.files.rows import FirstRows
 from pipelinerl.data.problems import look_at, open_source
-from pipelinerl.data.prompts import Prompts
 from pipelinerl.data.source import SourceRequest, Split
 from pipelinerl.errors import RecipeError
 from tests.data.files.test_source import ROWS, WRITERS, jsonl, parquet
@@ -129,10 +128,3 @@ def test_invalid_data_row_gives_the_same_error_in_the_check_before_a_run_as_in_t
     path.write_text(json.dumps({"prompt": "a", "answer": "b", "rate": 2}))
     with pytest.raises(RecipeError, match=r"a\.jsonl line 1: field 'rate' must be a pass rate"):
         looked_at(path, 10, rate_field="rate", order="easy_first")
-
-
-def test_problems_of_generators_are_checked_before_a_run():
-    seen = []
-    request = SourceRequest(domain="d", split=Split.TRAIN, seed=0, parameters={"max_digits": 1}, prompts=Prompts())
-    assert look_at("addition", request, FirstRows(100, MEBIBYTE), seen.append) == seen[0]
-    assert len(seen) == 2

@@ -4,7 +4,7 @@ import pytest
 
 from pipelinerl.config.recipe import load
 from pipelinerl.plugins.memory import disk
-from pipelinerl.plugins.memory.prediction import fits, lines, predict
+from pipelinerl.plugins.memory.prediction import predict
 from pipelinerl.roles import dtypes
 from pipelinerl.roles.dtypes import settled
 from pipelinerl.roles.wiring import objective_of
@@ -27,16 +27,6 @@ def test_default_micro_batch_size_is_the_largest_that_fits_into_memory():
     smaller = settled(config, {"all": limit})
     assert smaller.trainer.micro_batch_tokens in (1024, 2048, 4096, 8192)
     assert settled(smaller, {"all": 64 * GIB}) == smaller, "what is recorded stays"
-
-
-def test_memory_error_names_a_recipe_key_and_a_value_that_fits():
-    config = recipe("trainer.micro_batch_tokens=16384")
-    predicted = predict(config, objective_of(config))
-    whole = sum(each.total for each in predicted.by_process.values())
-    limits = {"all": int(0.9 * whole)}
-    assert not fits(predicted, limits=limits)
-    assert "it would fit with" in "".join(lines(predicted, limits=limits))
-    assert "trainer.micro_batch_tokens=" in "".join(lines(predicted, limits=limits))
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from benchmarks.memory_prediction import MemoryCase, measured
 from pipelinerl.config.recipe import load
 from pipelinerl.models.model_shape import read_shape
-from pipelinerl.numerics import torch_logprobs
 from pipelinerl.plugins.memory.prediction import EngineMemory, MemoryPrediction, fits, lines, predict, trainable
-from pipelinerl.plugins.memory.trainer_memory import LOGITS_AT_ONCE, TrainerMemory
+from pipelinerl.plugins.memory.trainer_memory import TrainerMemory
 from pipelinerl.roles.wiring import objective_of
 from pipelinerl.trainers.torch.options import MomentDType, OptimizerOptions, StatePlace
 from trainer_contract.types import Precision, WeightDType
@@ -39,15 +38,16 @@ def large(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "precision", "rank", "checkpointing"),
+    ("family", "precision", "rank", "optimizer"),
     [
-        ("llama", Precision.FP32, 0, False),
-        ("llama", Precision.BF16, 8, False),
-        pytest.param("llama", Precision.BF16, 0, True, marks=pytest.mark.slow),
-        pytest.param("gpt2", Precision.FP32, 8, False, marks=pytest.mark.slow),
+        ("llama", Precision.FP32, 0, OptimizerOptions()),
+        ("llama", Precision.BF16, 8, OptimizerOptions()),
+        ("llama", Precision.BF16, 0, OptimizerOptions(place=StatePlace.HOST, moments=MomentDType.BF16)),
+        pytest.param("llama", Precision.FP32, 0, OptimizerOptions(moments=MomentDType.BF16), marks=pytest.mark.slow),
+        pytest.param("gpt2", Precision.FP32, 8, OptimizerOptions(), marks=pytest.mark.slow),
     ],
 )
-def test_memory_prediction_is_within_15_percent_of_measurement(family, precision, rank, checkpointing, tmp_path):
+def test_memory_prediction_is_within_15_percent_of_measurement(family, precision, rank, optimizer, tmp_path):
     sizes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4}
     configs = {
         "llama": LlamaConfig(vocab_size=2048, num_key_value_heads=2, **sizes),
@@ -55,25 +55,13 @@ def test_memory_prediction_is_within_15_percent_of_measurement(family, precision
     }
     AutoModelForCausalLM.from_config(configs[family]).bfloat16().save_pretrained(tmp_path)
     case = MemoryCase(
-        name=family, path=tmp_path, precision=precision, rank=rank, checkpointing=checkpointing, tokens=512
-    )
-    assert 0.85 <= measured(case, torch.device("cpu"))["ratio"] <= 1.15
-
-
-@pytest.mark.parametrize(
-    ("precision", "optimizer"),
-    [
-        pytest.param(Precision.FP32, OptimizerOptions(moments=MomentDType.BF16), marks=pytest.mark.slow),
-        (Precision.BF16, OptimizerOptions(place=StatePlace.HOST, moments=MomentDType.BF16)),
-    ],
-)
-def test_memory_prediction_is_within_15_percent_with_bf16_optimizer_moments_on_the_device_or_host(
-    precision, optimizer, tmp_path
-):
-    sizes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4}
-    AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=2048, **sizes)).bfloat16().save_pretrained(tmp_path)
-    case = MemoryCase(
-        name="llama", path=tmp_path, precision=precision, rank=0, checkpointing=True, tokens=256, optimizer=optimizer
+        name=family,
+        path=tmp_path,
+        precision=precision,
+        rank=rank,
+        checkpointing=rank == 0,
+        tokens=512,
+        optimizer=optimizer,
     )
     assert 0.85 <= measured(case, torch.device("cpu"))["ratio"] <= 1.15
 
@@ -118,31 +106,6 @@ def test_memory_of_a_70b_model_is_predicted_from_its_config_in_less_than_2_secon
     assert whole.parts["moments"] == 8 * shape.count and whole.total > 1000 * GIB
     lora = replace(whole, rank=16)
     assert 0.99 < lora.parts["weights"] / (2 * shape.count) < 1.02
-
-
-def test_model_shape_computed_from_the_config_matches_the_models_weights(tmp_path):
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-        )
-    )
-    model.save_pretrained(tmp_path)
-    shape = read_shape(tmp_path)
-    assert shape.count == sum(parameter.numel() for parameter in model.parameters())
-    assert shape.adapted(("q_proj",)) == [(32, 32), (32, 32)]
-    assert len(shape.adapted(None)) == 2 * 7
-
-
-def test_memory_prediction_uses_the_trainers_logits_chunk_size(large):
-    assert LOGITS_AT_ONCE == torch_logprobs.LOGITS_AT_ONCE
-    plain = TrainerMemory(shape=read_shape(large), precision=Precision.BF16, tokens=2048, trained=2048, rank=16)
-    assert replace(plain, on_gpu=True).parts["logits"] == 12 * LOGITS_AT_ONCE["cuda"] > plain.parts["logits"]
 
 
 def test_advice_for_a_process_that_does_not_fit_into_memory_makes_it_fit(large):

@@ -107,23 +107,8 @@ def test_calibration_without_enough_events_is_rejected_with_an_error_that_names_
         calibrate([ObservedRun(events=events, setting=setting(1, 1))])
 
 
-def test_error_of_a_prediction_is_relative_to_the_measured_value():
-    """For each compared metric, the error is simulated ÷ measured − 1."""
-    measured = measure(run_events(period_s=2.0))
-    predicted = replace(
-        simulate(setting(1, 1), Hardware(engine=ENGINE, trainer=TrainerTimes(token_s=1e-4))), step_s=2.2
-    )
-    assert measured.errors(predicted)["step_s"] == pytest.approx(0.1)
-
-
 PACED = Hardware(engine=EngineTimes(step_s=0.03, row_s=0.0005), trainer=TrainerTimes(token_s=0.001))
 DRAIN = setting(1, 4, on_update=OnUpdate.DRAIN, lengths=HeavyTailedLengths(12.0, 0.9, 48), prompt_tokens=9, steps=200)
-
-
-def test_simulated_updates_in_drain_mode_discard_no_groups_in_short_and_long_runs():
-    assert simulate(DRAIN, PACED).discarded == 0.0
-    like = simulated_like(run_events(steps=24), DRAIN, PACED)
-    assert like.steps == 24 and like.discarded == 0.0
 
 
 def test_prediction_that_is_compared_with_a_measurement_is_the_median_of_several_simulations():

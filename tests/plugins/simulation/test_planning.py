@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from pipelinerl.cli import app
 from pipelinerl.config.recipe import load, save
 from pipelinerl.errors import RecipeError, UserError
-from pipelinerl.plugins.simulation.from_recipe import observed, setting_of
+from pipelinerl.plugins.simulation.from_recipe import setting_of
 from pipelinerl.plugins.simulation.hardware import EngineTimes
-from pipelinerl.plugins.simulation.setting import FixedLengths, ObservedLengths
+from pipelinerl.plugins.simulation.setting import FixedLengths
 from pipelinerl.staleness import StalenessBounds
 from tests.plugins.simulation.recorded import run_events
 
@@ -97,11 +97,6 @@ def test_simulation_prints_its_predictions_as_json(table):
     assert printed["recommended"] is None
 
 
-def test_simulated_price_of_an_engine_hour_can_be_set_on_the_command_line(table):
-    result = simulate("tiny", "--hardware", table, "--json", "--engine-hour", "10")
-    assert json.loads(result.output)["trials"][0]["prediction"]["cost_per_hour"] == 14.0
-
-
 def test_simulation_calibrated_on_the_first_half_of_a_run_is_validated_on_its_second_half(tmp_path):
     """A run with similar halves is predicted well. For a run that slowed down, the command warns of its prediction."""
     even = run_directory(tmp_path / "even", run_events(engine=ENGINE, rollouts=256, steps=40))
@@ -115,12 +110,6 @@ def test_simulation_calibrated_on_the_first_half_of_a_run_is_validated_on_its_se
     ]
     uneven = run_directory(tmp_path / "uneven", slower)
     assert "NOT TO BE TRUSTED" in simulate("tiny", "--from", str(uneven)).output
-
-
-def test_simulation_from_a_run_uses_the_answer_and_prompt_lengths_of_that_run(tmp_path):
-    run = observed(run_directory(tmp_path / "run", run_events(engine=ENGINE)))
-    assert run.setting.lengths == ObservedLengths((6,) * 8)
-    assert run.setting.prompt_tokens == round(2000 * 0.25 / 64)
 
 
 @pytest.mark.parametrize(
@@ -159,11 +148,6 @@ def test_error_about_a_hardware_table_names_the_invalid_key(table, message, tmp_
     result = simulate("tiny", "--hardware", str(path))
     assert isinstance(result.exception, UserError)
     assert message in str(result.exception)
-
-
-def test_sweep_in_which_every_trial_is_invalid_fails(table):
-    result = simulate("tiny", "--hardware", table, "--sweep", "engine.slot=1,2")
-    assert result.exit_code == 2 and "engine.slot: unknown key; did you mean slots?" in result.output
 
 
 @pytest.mark.parametrize("axis", ["engines=1,2", "engine.count", "engine.count=1,,2"])

@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given, settings as effort, strategies as st
 
@@ -91,14 +90,6 @@ def test_simulated_lockstep_run_with_fixed_answer_lengths_takes_the_time_of_its_
     assert run.trainer_computes == pytest.approx(train / run.step_s)
 
 
-def test_simulated_actor_requests_its_groups_one_after_another():
-    """The actor takes 1 ms to request each rollout of eight groups of 8; the last group begins after all requests."""
-    hardware = replace(BALANCED, control=ControlTimes(request_s=0.001), engine=EngineTimes(step_s=0.5))
-    run = simulate(setting(1, 1, lengths=FixedLengths(1)), hardware)
-    # a decode step begins with the first request; all other requests arrive during this step, and decode after it
-    assert run.step_s == pytest.approx(0.008 + 0.5 + 0.5 + 2e-4 * 64 * 11)
-
-
 @pytest.mark.parametrize("generation", [1, 2, 4, 8])
 def test_simulated_conventional_step_takes_the_sum_of_generation_and_training_time(generation):
     """To generate G batches in the same rows takes G times as many decode steps; then G training steps follow."""
@@ -137,14 +128,6 @@ def test_simulated_update_in_drain_mode_makes_the_trainer_wait_until_running_sam
     assert drained.step_s > 1.2 * continued.step_s
     assert drained.trainer_held > 0.2
     assert continued.trainer_held == 0
-
-
-def test_simulated_rlax_engines_load_only_every_jth_version():
-    """With j = 4 and k = 8, engines serve versions 0, 4, 8, …; tokens are up to 8 versions old."""
-    rare = simulate(setting(4, 8), replace(BALANCED, update=UpdateTimes(send_s=0.0, pause_s=1.0)))
-    often = simulate(setting(1, 8), replace(BALANCED, update=UpdateTimes(send_s=0.0, pause_s=1.0)))
-    assert max(rare.staleness) <= 8 and rare.staleness_mean > 1
-    assert rare.step_s < often.step_s
 
 
 @pytest.mark.parametrize(("j", "k"), [(1, 2), (1, 8), (16, 32)])
@@ -191,12 +174,6 @@ def test_simulation_rejects_a_setting_with_which_a_run_would_wait_forever():
     """A step needs more rollouts than may be in flight, so it would wait forever."""
     with pytest.raises(ValueError, match="is deadlocked at step 1 of 40"):
         simulate(setting(1, 8, max_groups=4), BALANCED)
-
-
-def test_heavy_tailed_answer_lengths_have_the_given_median_and_maximum():
-    drawn = HeavyTailedLengths(30.0, 1.0, 256).draw(np.random.Generator(np.random.PCG64(0)), 200_000)
-    assert drawn.max() == 256
-    assert np.median(drawn) == pytest.approx(30, abs=1)
 
 
 def test_age_of_a_simulated_group_counts_from_its_request_and_not_from_its_first_token():

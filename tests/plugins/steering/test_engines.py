@@ -121,17 +121,6 @@ def test_engine_commands_without_a_launcher_say_that_the_user_starts_and_stops_p
     assert "PIPELINERL_TOKEN=TOKEN pipelinerl engine --name engine-1" in elsewhere
 
 
-def test_engine_add_command_treats_an_engine_pinned_for_an_evaluation_as_joined(controller, tmp_path):
-    """An engine may be pinned for an evaluation as soon as it has passed its canary check."""
-    controller.standings = {"engine-1": ["joining", "pinned"]}
-    assert " pinned " in run(tmp_path, "add", "--type", "torch")
-
-
-def test_engine_at_this_host_can_be_added_by_the_host_name_localhost(controller, tmp_path):
-    controller.standings = {"engine-0": ["healthy"]}
-    assert f"{URL}0" in run(tmp_path, "add", f"{URL}0/".replace("127.0.0.1", "localhost"))
-
-
 def test_each_engine_command_sends_its_request_to_the_controller(controller, tmp_path):
     controller.standings = {"engine-0": ["expelled"]}
     assert run(tmp_path, "add", "--type", "torch", "--no-wait") == "requested engine-1\n"
@@ -145,14 +134,6 @@ def test_each_engine_command_sends_its_request_to_the_controller(controller, tmp
         ("POST", "/engines/drain", {"engine": "engine-0", "grace_s": 60.0}),
         ("DELETE", "/engines?engine=http%3A%2F%2F127.0.0.1%3A7001", None),
     ]
-
-
-def test_engine_commands_accept_the_controllers_url_instead_of_a_run_directory(controller, tmp_path):
-    """With the URL, a command can run on a machine that cannot read the run directory."""
-    controller.standings = {"engine-1": ["joining", "healthy"]}
-    url = address_of(tmp_path).url
-    assert " healthy " in run(url, "add", "--type", "torch")
-    assert len(run(url, "list").splitlines()) == 3
 
 
 @pytest.mark.parametrize("arguments", [(), (URL, "--type", "torch")])

@@ -47,14 +47,6 @@ def test_tracked_metrics_of_a_step_include_engine_metrics_measured_since_the_pre
     assert _row(reader, event("step", 3.0, step=2, reward=0.5)).figures == {"reward": 0.5}, "each is reported once"
 
 
-def test_metric_reader_with_a_saved_state_averages_values_from_before_and_after_the_save():
-    first = MetricReader()
-    list(first.read(event("engines", 1.0, tokens_per_s=100.0)))
-    second = MetricReader(first.state)
-    list(second.read(event("engines", 2.0, tokens_per_s=200.0)))
-    assert _row(second, event("step", 3.0, step=1)).figures == {"perf/tokens_per_s": 150.0}
-
-
 def test_row_of_an_evaluation_has_the_evaluated_version_as_its_step():
     curves = {"pass_at": [{"k": 4, "value": 0.5}], "majority_at": [{"k": 4, "value": 0.375}]}
     row = _row(MetricReader(), event("evaluation", 1.0, model_version=8, name="aime", accuracy=0.25, **curves))

@@ -17,43 +17,15 @@ from pipelinerl import registry
 from pipelinerl.commands.check import refuse
 from pipelinerl.config.recipe import load, parse
 from pipelinerl.errors import UserError
-from pipelinerl.observability.events import read_events
 from pipelinerl.plugins.trackers.role import feed_until, track_run, trackers_of
 from pipelinerl.plugins.trackers.section import TrackioSection, WandbSection
 from pipelinerl.plugins.trackers.tracker import TrackedRun, TrackioTracker, WandbTracker
 from tests.fakes import small_disk
-from tests.fakes.live_run import endless_run, launched
 from tests.patience import PATIENCE_S
 from tests.plugins.trackers.event_files import series
 from tests.plugins.watch.timeline.events_of_a_run import run
 
 RUN: Final = TrackedRun(name="tiny", directory=Path("/runs/tiny"), recipe={"run": {"name": "tiny"}})
-
-
-def _fed_to(live):
-    """Read the last step that was sent to the tracker from the tracker's bookmark file."""
-    place = live.directory / "trackers" / "tensorboard.json"
-    return int(json.loads(place.read_bytes())["reader"]["last_step"]) if place.is_file() else 0
-
-
-@pytest.mark.slow  # a faster test in tests/end_to_end/test_live_run.py kills the tracker and other processes
-def test_run_is_not_affected_when_its_tracker_is_killed(tmp_path):
-    """Each step of the run, including the last, is in the TensorBoard files exactly once."""
-    directory = tmp_path / "run"
-    with launched(endless_run(directory, "trackers.tensorboard=true"), directory) as live:
-        live.until(lambda _: _fed_to(live) > 0, "a figure reaches the tracker")
-        live.role("tracker").kill()
-        killed_at = max(live.steps())
-        live.until(lambda _: _fed_to(live) > killed_at, "the tracker's next life goes on")
-        stopped = [sys.executable, "-m", "pipelinerl.cli", "stop", str(directory)]
-        subprocess.run(stopped, check=True, timeout=PATIENCE_S, capture_output=True)
-        assert live.end() == 0, live.story()
-    steps = [event for event in read_events(directory / "events.jsonl") if event["kind"] == "step"]
-    assert series(directory / "tensorboard", "reward") == [
-        (e["step"], pytest.approx(e["reward"], abs=1e-5)) for e in steps
-    ]
-    deaths = json.loads((directory / "restarts.json").read_text())["processes"]
-    assert [each["name"] for each in deaths] == ["tracker"]
 
 
 def test_tracker_whose_disk_was_full_logs_all_metrics_once_there_is_space(tmp_path):
@@ -66,20 +38,6 @@ def test_tracker_whose_disk_was_full_logs_all_metrics_once_there_is_space(tmp_pa
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result == {"failed": True, "rewards": [[number, 0.5] for number in range(1, 6)]}
-
-
-def test_tracker_process_retries_after_any_error_until_it_is_stopped(tmp_path):
-    stop, tries = threading.Event(), list[int]()
-    (tmp_path / "events.jsonl").write_text(json.dumps(run(1)[0]) + "\n")
-
-    def broken(_):
-        tries.append(1)
-        if len(tries) == 2:
-            stop.set()
-        raise RuntimeError("a bug of its package")
-
-    feed_until(tmp_path, "t", broken, stop)
-    assert len(tries) == 2
 
 
 @final
@@ -216,13 +174,6 @@ def test_unreachable_tracker_server_loses_no_metric(tmp_path, monkeypatch, packa
 
 def _config(**trackers):
     return parse({"model": {"path": "m"}, "domains": [{"name": "d", "source": "s"}], "trackers": trackers})
-
-
-def test_only_trackers_named_in_the_recipe_are_opened():
-    assert list(trackers_of(_config(tensorboard=True), Path("/runs/x"))) == ["tensorboard"]
-    assert _config().trackers.chosen == ()
-    chosen = _config(wandb={"project": "p", "mode": "offline"}, trackio={"project": "p"}).trackers.chosen
-    assert chosen == ("wandb", "trackio")
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])

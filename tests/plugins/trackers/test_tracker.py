@@ -41,15 +41,6 @@ def test_tensorboard_files_contain_every_metric_value_once(tmp_path):
     assert set(points(tmp_path / "tb").values()) == {1}
 
 
-def test_tracker_process_continues_where_the_previous_one_ended(tmp_path):
-    _leave(tmp_path, _steps(1, 3))
-    assert not _fed(tmp_path)
-    _leave(tmp_path, _steps(4, 6))
-    _fed(tmp_path)
-    _fed(tmp_path)
-    assert series(tmp_path / "tb", "reward") == [(number, 0.5) for number in range(1, 7)]
-
-
 def test_metric_rows_logged_before_a_kill_are_not_duplicated(tmp_path):
     """A kill before the position was saved is simulated by restoring an earlier position, from two different times."""
     _leave(tmp_path, _steps(1, 3))

@@ -1,20 +1,16 @@
 """The page's API for finished, crashed, copied and resumed runs: steps, samples, tokens and the event stream."""
 
-import asyncio
 import json
 import shutil
 
 import pytest
 
 from pipelinerl.errors import UserError
-from pipelinerl.numerics.causes import Cause
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.usage import Usage, write_usage
-from pipelinerl.plugins.watch.compare import differences
-from pipelinerl.plugins.watch.read_routes import causes_of, differing_parts
-from pipelinerl.plugins.watch.watched_run import Feed, watched_runs
+from pipelinerl.plugins.watch.read_routes import differing_parts
+from pipelinerl.plugins.watch.watched_run import watched_runs
 from tests.observability.synthetic import events
-from tests.patience import PATIENCE_S
 from tests.plugins.watch.run_files import keep, loaded, of_evaluation, sampled, served_page, write, written_run
 
 
@@ -182,13 +178,6 @@ def test_page_compares_runs_over_a_common_x_axis(page):
     assert page.http.get("/api/compare", params={"runs": "0,x"}).status_code == 422
 
 
-def test_differences_between_recipes_are_listed_by_path_and_name():
-    one = {"a": {"b": 1}, "domains": [{"name": "x", "weight": 1}], "same": [1]}
-    two = {"a": {"b": 2}, "domains": [{"name": "x", "weight": 1}, {"name": "y", "weight": 1}], "same": [1]}
-    values = {each["path"]: each["values"] for each in differences([one, two], [one, two])}
-    assert values == {"a.b": [1, 2], "domains.y.name": [None, "y"], "domains.y.weight": [None, 1]}
-
-
 def test_listed_prompts_are_shortened_to_the_parts_in_which_they_differ():
     head, tail = "Answer in JSON.\nSpell this backward: ", "\nThink first."
     texts = [head + word + tail for word in ("stone", "storm", "a cat")]
@@ -214,33 +203,9 @@ def test_settings_at_their_defaults_are_not_listed_as_differences(tmp_path):
     assert "run.stall_s" not in values and "domains.other_words.oubliette.tier" not in values, values
 
 
-def test_logprob_mismatch_of_a_token_is_attributed_by_the_weight_versions_that_sampled_its_turn():
-    causes = causes_of((3, 4, None, 4, 4, None, 3), held=4)
-    assert causes == (
-        Cause.STALENESS, Cause.CACHE, None, Cause.NUMERICS, Cause.NUMERICS, None, Cause.STALENESS,
-    )  # fmt: skip
-
-
 def test_page_rejects_a_directory_without_a_run(tmp_path):
     with pytest.raises(UserError, match="is not a run"):
         watched_runs([tmp_path])
-
-
-def test_malformed_events_do_not_break_the_page(tmp_path):
-    run_dir = written_run(tmp_path / "run", steps=2, end=False)
-    odd = [10**30, -1, "<script>alert(1)</script>", None, [], {"x": [1]}]
-    names = ("step", "elapsed_s", "url", "changes", "accuracy", "time", "by_domain", "ledger", "knobs", "reason")
-    kinds = ("evaluation", "knobs", "alarm", "engine_joined", "publish", "step", "run_started", "checkpoint")
-    with served_page(run_dir) as page:
-        loaded(page)
-        with (run_dir / "events.jsonl").open("a") as file:
-            for kind in kinds:
-                file.writelines(json.dumps(dict.fromkeys(names, each) | {"kind": kind}) + "\n" for each in odd)
-            file.write(json.dumps({"kind": "step", "step": 3, "reward": 1.0}) + "\n")
-        while page.get("/api/run")["step"] != 3:  # the time limit of the test ends this loop at the latest
-            pass
-        for path in ("/api/steps", "/api/now", "/api/knobs", "/api/engines", "/api/compare"):
-            page.get(path)
 
 
 async def received(lines, *names):
@@ -306,23 +271,3 @@ def test_page_returns_the_timeline_for_any_time_window(finished_run):
         assert (part["from"], part["to"]) == (4.0, 6.0) and part["resolution"] == 0.02
         for wrong in ("from=nan", "to=-1", "points=1", "from=x"):
             assert page.http.get(f"/api/timeline?{wrong}").status_code == 422
-
-
-async def test_listeners_of_an_event_feed_are_notified_once_per_batch_of_new_entries():
-    feed = Feed(0)
-    with feed.listener() as first, feed.listener() as second:
-        feed.ring()
-        await asyncio.sleep(0)
-        assert not first.is_set() and not second.is_set(), "no entry was added"
-        place = feed.place
-        feed.put("event", {"kind": "x"})
-        feed.put("event", {"kind": "y"})
-        assert not first.is_set(), "ring wakes listeners of new entries"
-        await asyncio.to_thread(feed.ring)
-        await asyncio.wait_for(asyncio.gather(first.wait(), second.wait()), PATIENCE_S)
-        entries = feed.after(place)
-        assert entries is not None and len(entries) == 2
-        first.clear()
-        feed.ring()
-        await asyncio.sleep(0)
-        assert not first.is_set(), "ring does not repeat a wake-up"

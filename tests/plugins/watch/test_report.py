@@ -11,18 +11,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipelinerl.observability.charts import Chart, Line, Mark, compact, svg, ticks
+from pipelinerl.observability.charts import Chart, Line, svg, ticks
 from pipelinerl.observability.progress import domain_lines
-from pipelinerl.observability.run_history import Series, mean_of, tell
-from pipelinerl.observability.samples import SampleKind, SampleLog
+from pipelinerl.observability.run_history import Series, tell
+from pipelinerl.observability.samples import SampleKind
 from pipelinerl.observability.status import LastStepStatus, RunStatus
 from pipelinerl.observability.summary import outcome, summary, summary_rows
 from pipelinerl.plugins.watch.report import (
     DOMAIN_HEAD,
-    domain_charts,
     domain_rows,
     episode_rows,
-    evaluation_rows,
     group_rows,
     render,
     report_of,
@@ -32,6 +30,7 @@ from pipelinerl.plugins.watch.report import (
 )
 from tests.observability.groups import HOSTILE, answer, group
 from tests.observability.synthetic import events
+from tests.plugins.watch.run_files import keep
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -70,24 +69,24 @@ def _run(tmp_path, made, recipe=""):
     return tmp_path
 
 
-def test_report_contains_charts_events_and_recipe(tmp_path):
-    files = write_report(_run(tmp_path, events(), "[run]\nname = 'tiny'"))
+def test_report_contains_charts_events_samples_and_recipe_and_loads_no_external_resource(tmp_path):
+    made = _run(tmp_path, events(), "[run]\nname = 'tiny'")
+    keep(made, [group(1, answer("what it said"))])
+    files = write_report(made)
     assert files.picture.read_bytes().startswith(b"\x89PNG\r\n")
     assert files.picture.stat().st_size > 20_000
-    page = Page(files.html.read_text())
+    html = files.html.read_text()
+    page = Page(html)
     text = " ".join(page.text)
-    for part in (
-        "all steps taken",
-        "300",
-        "staleness.k = 16",
-        "lag 2.0: it costs 3%",
-        "engine lost",
-        "checkpoints/step-300",
-        'name = "tiny"',
-    ):
+    for part in ("all steps taken", "300", "staleness.k = 16", "lag 2.0: it costs 3%", "engine lost",
+                 "checkpoints/step-300", 'name = "tiny"', "what it said"):  # fmt: skip
         assert part in text, part
     assert sum(tag == "svg" for tag, _ in page.seen) >= 12
     assert "decision" not in text, "the number of a decision is left out"
+    assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.seen}
+    assert not [attributes for _, attributes in page.seen if {"src", "href", "xlink:href"} & attributes.keys()]
+    assert not re.search(r"url\(|@import|javascript:", html)
+    assert "prefers-color-scheme: dark" in html and "width=device-width" in html
 
 
 def test_report_without_matplotlib_lacks_the_picture_and_says_what_to_install(tmp_path, monkeypatch, capsys):
@@ -109,15 +108,6 @@ def test_failed_write_of_a_report_keeps_the_earlier_report(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
     assert (files.html.read_bytes(), files.picture.read_bytes()) == before
     assert not list(tmp_path.glob(".new-*"))
-
-
-def test_report_loads_no_external_resource(tmp_path):
-    text = write_report(_run(tmp_path, events(40))).html.read_text()
-    page = Page(text)
-    assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.seen}
-    assert not [attributes for _, attributes in page.seen if {"src", "href", "xlink:href"} & attributes.keys()]
-    assert not re.search(r"url\(|@import|javascript:", text)
-    assert "prefers-color-scheme: dark" in text and "width=device-width" in text
 
 
 def test_report_escapes_text_from_the_run():
@@ -181,14 +171,6 @@ def test_report_summary_shows_accuracy_steps_and_tokens():
     assert "runs/tiny/report.html" in console.export_text()
 
 
-def test_smoothing_leaves_a_constant_series_unchanged_and_averages_spikes():
-    series = Series(tuple(map(float, range(200))), (2.0,) * 200)
-    assert series.smoothed().y == pytest.approx(series.y)
-    spike = Series(tuple(map(float, range(81))), (0.0,) * 40 + (5.0,) + (0.0,) * 40).smoothed()
-    assert spike.y[38:43] == pytest.approx((1.0, 1.0, 1.0, 1.0, 1.0))
-    assert sum(spike.y) == pytest.approx(5.0)
-
-
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
     [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (0, 7, [0, 2, 4, 6, 8]), (-3, 12, [-5, 0, 5, 10, 15]), (0, 0, [0, 0.2])],
@@ -200,15 +182,6 @@ def test_chart_ticks_are_round_and_cover_the_range(low, high, expected):
         assert positions[0] <= 0 and positions[-1] >= most * (1 - 1e-6) and 3 <= len(positions) <= 8
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (0.0125, "0.0125"), (3.5, "3.5"), (412, "412"), (5000, "5k"), (9016.2, "9,016"), (12345, "12.3k"),
-     (2.5e6, "2.5M"), (-3e9, "-3G")],
-)  # fmt: skip
-def test_large_numbers_are_abbreviated_in_the_report(value, text):
-    assert compact(value) == text
-
-
 def test_chart_of_a_long_series_shows_its_spikes_with_few_points():
     xs = tuple(map(float, range(100_000)))
     ys = tuple(1000.0 if x == 54_321 else math.sin(x) for x in xs)
@@ -216,14 +189,6 @@ def test_chart_of_a_long_series_shows_its_spikes_with_few_points():
     assert len(drawn) < 20_000
     top = min(float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", drawn))
     assert top == pytest.approx(12.0, abs=0.1)  # the spike reaches the frame's upper edge
-
-
-def test_chart_draws_a_series_of_one_point_as_a_dot():
-    drawn = svg(
-        Chart(lines=(Line(series=Series((3.0,), (0.5,)), mark=Mark.DOTS, label="a"),), x_label="step", percent=True)
-    )
-    assert "<circle" in drawn
-    assert "a 50.0% at step 3" in drawn
 
 
 def test_report_shows_the_model_version_and_pass_at_k_of_each_evaluation():
@@ -251,24 +216,6 @@ def test_report_shows_the_last_evaluation_by_domain_and_tag():
         ("tag level=<1>", "0", "–", "", "", "", ""),
     ]  # fmt: skip
     assert "tag level=<1>" in " ".join(Page(render(history, "")).text)
-
-
-def test_evaluation_event_with_missing_fields_shows_only_known_fields():
-    old = [{"kind": "evaluation", "time": 1.0, "elapsed_s": 1.0, "model_version": 3, "accuracy": 0.5}]
-    ((step, accuracy, *rest),) = evaluation_rows(tell(old).evaluations)
-    assert (step, accuracy, rest[-2:]) == ("3", "50.0%", ["", ""])
-    ((_, accuracy, interval, *_),) = evaluation_rows([old[0] | {"accuracy": None, "low": None, "high": None}])
-    assert (accuracy, interval) == ("–", "")
-    mixed = {"version_min": 2, "version_max": 4, "incomplete": "no answer came", "unjudged": 7}
-    ((*_, weights, note),) = evaluation_rows([old[0] | mixed])
-    assert (weights, note) == ("v2 to v4", "7 unjudged; incomplete: no answer came")
-
-
-def test_report_of_a_single_step_and_evaluation_shows_no_change():
-    made = events(24)
-    kept = [next(event for event in made if event["kind"] == kind) for kind in ("run_started", "step", "evaluation")]
-    rows = dict(summary_rows(tell(kept)))
-    assert rows["held-out accuracy"].startswith("7.8%") and "→" not in "".join(rows.values())
 
 
 def of_two_sets():
@@ -337,25 +284,6 @@ def test_domain_means_in_the_report_weight_each_step_by_its_number_of_rollouts()
     assert "&lt;sums&gt;" in render(made, "") and "<sums>" not in render(made, "")
 
 
-def test_domain_charts_have_a_line_per_domain():
-    words = {"accuracy": 0.5, "reward": 0.75}
-    steps = [{"by_domain": {"a": words, "b": {"accuracy": None}}, "entropy": 1.0}, {"by_domain": {}}]
-    charts = {chart.title: chart for chart in domain_charts(history(*steps))}
-    lines = {line.label: line.series for line in charts["Accuracy by domain"].lines}
-    assert lines["a"].y == (0.5,) and not lines["b"]
-    assert [line.series.y for line in charts["Reward by domain, smoothed"].lines if line.series] == [(0.75,)]
-    assert charts["Entropy, nats per token"].lines[0].series.y == (1.0,)
-
-
-def test_report_of_a_run_without_domains_has_no_domain_rows():
-    assert domain_rows(tell(events(3))) == [] and "No step was taken." in render(tell([]), "")
-
-
-def test_weighted_mean_is_none_if_no_value_has_a_weight():
-    assert mean_of([], "reward") is None and mean_of([{"reward": 1.0}], "reward") is None
-    assert mean_of([{"reward": 1.0, "rollouts": 1}, {"reward": 4.0, "rollouts": 2}], "reward") == pytest.approx(3.0)
-
-
 def test_control_characters_in_tags_are_escaped_in_the_report():
     evil = "level=\x1b[2J\u202e\n3"
     step = LastStepStatus(by_tag={evil: {"reward": 1.0, "reward.\x07": 1.0}})
@@ -395,22 +323,9 @@ def test_hostile_sample_text_is_escaped_in_the_report():
     page.encode()
 
 
-def test_long_sample_text_is_shortened_in_the_report():
-    page = samples_section([group(1, answer("<" * 10**6), prompt="&" * 10**6)])
-    assert len(page) < 60_000 and "characters left out" in page
-
-
 def test_report_shows_the_best_and_worst_samples_of_the_last_steps():
+    assert len(samples_section([group(1, answer("<" * 10**6), prompt="&" * 10**6)])) < 60_000
     made = [group(step, answer(f"good {step}", reward=1.0), answer(f"bad {step}", reward=0.0)) for step in range(1, 21)]
     text = "".join(Page(samples_section(made)).text)
     assert "Best of the last steps" in text and "Worst of the last steps" in text
     assert "good 20" in text and "bad 20" in text and "good 15" not in text
-
-
-def test_report_contains_the_samples_of_its_run(tmp_path):
-    assert "No samples were kept." in render(tell(events(3)), "")
-    (tmp_path / "events.jsonl").write_text("")
-    log = SampleLog(tmp_path / "samples", "training", max_bytes=2**20)
-    log.put(lambda: [group(1, answer("what it said"))])
-    log.close()
-    assert "what it said" in write_report(tmp_path).html.read_text()

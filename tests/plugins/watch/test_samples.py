@@ -110,23 +110,12 @@ def test_samples_command_shows_an_episode_turn_by_turn_with_its_segments_as_a_tr
     assert "all of it" not in output and "answer  single" in output
 
 
-def test_samples_command_shows_a_linear_episode_without_segments(tmp_path):
-    turns = (TurnRecord(text="a", length=1, begins="first"), TurnRecord(context="no", text="b", length=1, continues=1))
-    output = printed_by(str(a_run(tmp_path, group(1, answer("a no b", turns=turns)))))
-    assert "segment" not in output and "   turn 2 · 1 token\n     context no\n     answer  b\n" in output
-
-
 def test_samples_command_escapes_control_characters(tmp_path):
     evil = answer(HOSTILE, reason=HOSTILE, finish_reason=HOSTILE, outcome=HOSTILE, parts=((HOSTILE, 1.0),))
     run = str(a_run(tmp_path, group(1, evil, domain=HOSTILE, tags=("[bold]", HOSTILE), prompt=HOSTILE, why=HOSTILE)))
     for output in (printed_by(run), printed_by(run, "--json")):
         assert not set(output) & set(map(chr, [*range(10), *range(11, 32), 127, 0x202E, 0x2069, 0x200B]))
     assert "<script>alert(1)</script>" in printed_by(run) and "[bold]" in printed_by(run)
-
-
-def test_samples_command_shortens_long_answers(tmp_path):
-    output = printed_by(str(a_run(tmp_path, group(1, answer("x" * 10**6)))))
-    assert len(output) < 5000 and "characters left out" in output
 
 
 def test_samples_command_with_the_follow_option_shows_new_samples_and_ends_with_the_run(tmp_path):

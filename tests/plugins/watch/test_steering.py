@@ -6,12 +6,11 @@ from contextlib import contextmanager
 
 import httpx
 import msgspec
-import pytest
 
 from pipelinerl.controller.service.api import create_api
 from pipelinerl.enums import HOTTEST
 from pipelinerl.observability.status import RunStatus
-from pipelinerl.plugins.watch.steering import Steering, described
+from pipelinerl.plugins.watch.steering import Steering
 from pipelinerl.system.http_service import listen, serve_until, url_of
 from tests.controller.service.test_service import running
 from tests.controller.world import ENGINE
@@ -183,18 +182,3 @@ def test_page_caches_the_status_of_a_run_and_reconnects_to_a_controller_at_a_new
             steering.close()
     finally:
         steering.close()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "wanted"),
-    [
-        ("k", "inf", {"may_be_infinite": True, "whole": True, "step": 1}),
-        ("learning_rate", 1e-3, {"log": True, "slider": [1e-5, 1e-2]}),
-        ("domain_weights.a", 1.0, {"least": 0, "slider": [0, 4]}),
-        ("groups_in_flight", 64, {"whole": True, "least": 1, "slider": [1, 256.0]}),
-        ("zzz", "text", {"least": None, "slider": [0, 4.0]}),
-    ],
-)
-def test_page_describes_each_knob_with_its_limits(name, value, wanted):
-    description = described(name, value, {})
-    assert {key: description[key] for key in wanted} == wanted

@@ -76,21 +76,6 @@ def test_elements_with_a_key_keep_their_dom_nodes_and_state_when_they_are_reorde
     assert drawn == ["firstcbdlast", True]
 
 
-def test_component_whose_elements_were_hidden_shows_them_again_at_the_same_position(page):
-    drawn = run(
-        page,
-        """
-      let show;
-      function Maybe() { const [is, set] = useState(true); show = set; return is && html`<i>i</i><b>b</b>`; }
-      render(html`<div>1<${Maybe} />2</div>`, place);
-      const seen = [place.textContent];
-      for (const each of [false, true]) { show(each); await settled(); seen.push(place.textContent); }
-      return seen;
-    """,
-    )
-    assert drawn == ["1ib2", "12", "1ib2"]
-
-
 def test_effects_of_a_component_run_when_their_inputs_change_and_are_cleaned_up(page):
     drawn = run(
         page,
@@ -146,8 +131,3 @@ def test_redraw_keeps_the_text_that_a_user_typed_and_updates_a_select_element_to
     """,
     )
     assert drawn == ["half a wo", "b"]
-
-
-def test_malformed_template_raises_an_error_with_its_position(page):
-    message = run(page, 'try { html`<p class="a ${1}">x</p>`; } catch (error) { return error.message; }')
-    assert message.startswith("cannot parse the template from here on")

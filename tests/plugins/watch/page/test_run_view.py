@@ -1,7 +1,5 @@
 """The live page's view of a run drops steps undone by a resume, has bounded memory and accepts malformed events."""
 
-from collections import deque
-
 import pytest
 
 from pipelinerl.plugins.watch.page.now import estimate, overview
@@ -45,14 +43,6 @@ def test_drained_engine_is_shown_as_left_and_not_as_lost():
     made.take(lost)
     (incident,) = overview(made, window=5)["incidents"]
     assert made.engines["http://a:1"]["state"] == "lost" and incident["what"] == "http://a:1: drained"
-
-
-def test_chart_marks_after_a_number_are_those_still_kept_or_all_if_the_run_has_fewer():
-    made = RunView(marks=deque(maxlen=3))
-    for version in range(5):
-        made.take({"kind": "checkpoint", "model_version": version, "path": "x"})
-    received = {number: [mark["step"] for mark in made.marks_after(number)] for number in (0, 1, 3, 5, 9)}
-    assert received == {0: [2, 3, 4], 1: [2, 3, 4], 3: [3, 4], 5: [], 9: [2, 3, 4]} and made.mark_count == 5
 
 
 def test_live_page_counts_stale_groups_by_cause():

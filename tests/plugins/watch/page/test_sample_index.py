@@ -70,31 +70,11 @@ def test_samples_without_a_value_are_sorted_last_and_paging_returns_every_sample
         assert seen[0] == first and sorted(seen) == [1, 2, 3, 4, 5, 6] and set(seen[-2:]) == {2, 5}
 
 
-def test_full_page_that_ends_with_the_last_sample_is_the_last_page(tmp_path):
-    kept(tmp_path, *(group(step) for step in range(1, 5)))
-    index = read(SampleIndex(tmp_path))
-    first = index.choose(SampleFilter(limit=2))
-    last = index.choose(SampleFilter(limit=2, after=first.after))
-    assert first.after is not None and len(last.places) == 2 and last.after is None
-
-
 def test_sample_index_over_its_limit_keeps_only_the_newest_samples(tmp_path):
     kept(tmp_path, *(group(step) for step in range(1, 26)))
     index = read(SampleIndex(tmp_path, most=10))
     assert index.count == 10 and index.left_out == 15
     assert sorted(steps(index, SampleFilter())) == list(range(16, 26))
-
-
-def test_sample_index_reads_an_incomplete_line_once_it_is_complete(tmp_path):
-    kept(tmp_path, group(1), group(2))
-    (path,) = (tmp_path / "samples").iterdir()
-    whole = path.read_bytes()
-    index = SampleIndex(tmp_path)
-    for end in (10, len(whole) // 2 + 10, len(whole) - 1, len(whole)):
-        path.write_bytes(whole[:end])
-        read(index)
-        assert index.share == 1.0, "an incomplete line is not indexed"
-    assert index.count == len(group(1).answers) * 2 and steps(index, SampleFilter(limit=9))[-1] == 1
 
 
 def test_sample_index_ignores_malformed_and_incomplete_lines(tmp_path):

@@ -68,14 +68,6 @@ def test_rounding_all_columns_at_once_gives_the_same_values_as_rounding_each_col
     assert plain_columns({}) == {} and plain_columns({"a": np.zeros(0)}) == {"a": []}
 
 
-def test_step_table_returns_the_rows_of_a_step_range_and_omits_unknown_metrics():
-    made = table(100)
-    assert made.rows(["reward"], points=10, first=11, last=20).places["step"].tolist() == list(range(11, 21))
-    assert made.rows(["reward"], points=10, first=200).means["reward"].tolist() == []
-    assert made.rows(["nothing"], points=10).means == {}
-    assert StepTable().rows(["reward"], points=10).places["step"].tolist() == [] and StepTable().bounds == (0, 0)
-
-
 def test_step_table_names_domain_metrics_by_path_and_ignores_invalid_values():
     made = StepTable()
     odd = {"huge": 10**400, "nan": math.nan, "text": "x", "flag": True, "list": [1], "big": 1e200}

@@ -29,12 +29,6 @@ def test_trace_of_a_crashed_run_with_an_incomplete_log_is_written(tmp_path):
     assert [path.name for path in made.iterdir() if path.suffix == ".part"] == []
 
 
-def test_trace_file_without_gz_in_its_name_is_plain_json(tmp_path):
-    made = _leave(tmp_path / "run", run(2))
-    trace_run(made, tmp_path / "out.json")
-    assert json.loads((tmp_path / "out.json").read_text())["otherData"] == {"run": "run"}
-
-
 def test_memory_for_a_trace_does_not_grow_with_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(spans, "_ORDERS", 64)  # lowered, because this short run stays below the real limit
     monkeypatch.setattr(chrome_trace, "_STEPS", 64)

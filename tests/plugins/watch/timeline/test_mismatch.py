@@ -11,7 +11,6 @@ from pipelinerl.cli import app
 from pipelinerl.errors import UserError
 from pipelinerl.numerics.causes import figures, sampled_tokens
 from pipelinerl.observability.events import EventLog
-from pipelinerl.plugins.watch.report import write_report
 from tests.numerics.test_causes import HELD, micro_batch, random_rollouts
 
 
@@ -49,11 +48,6 @@ def test_mismatch_command_prints_its_metrics_as_json(tmp_path):
     assert record["steps"] == 3 and record["current"].keys() == {"numerics", "cache", "staleness"}
     assert record["current"]["staleness"]["figures"]["p95"].keys() >= {"start", "middle", "end", "worst", "worst_step"}
     assert record["advice"][0].keys() == {"finding", "do", "because"}
-
-
-def test_report_page_shows_the_causes_of_logprob_mismatch(tmp_path):
-    page = write_report(a_run(tmp_path, steps=3)).html.read_text()
-    assert "Trainer − sampler, P95" in page and "numerics" in page
 
 
 def test_mismatch_command_rejects_a_run_without_events_or_without_mismatch_metrics(tmp_path):

@@ -42,11 +42,6 @@ def test_review_reports_start_middle_end_and_worst_step_of_a_logprob_mismatch_me
     assert result.steps == 20 and result.current.keys() == {Cause.NUMERICS} and result.old == {}
 
 
-def test_share_of_a_mismatch_cause_is_averaged_over_all_steps():
-    result = reviewed(step(1, numerics={}), step(2, numerics={}, staleness={}), step(3, staleness={}))
-    assert {cause: each.share for cause, each in result.current.items()} == {Cause.NUMERICS: 0.5, Cause.STALENESS: 0.5}
-
-
 def test_review_weights_the_clipped_share_of_each_token_age_by_the_number_of_its_tokens():
     result = reviewed(
         step(1, {"age_1_share": 0.5, "age_1_clipped": 0.2, "age_3_4_share": 0.5, "age_3_4_clipped": 1.0}, numerics={}),
@@ -55,11 +50,6 @@ def test_review_weights_the_clipped_share_of_each_token_age_by_the_number_of_its
     assert list(result.ages) == ["1", "3_4"]
     assert result.ages["1"] == pytest.approx({"share": 0.75, "clipped": (0.1 + 0.5) / 1.5})
     assert result.ages["3_4"] == pytest.approx({"share": 0.25, "clipped": 1.0})
-
-
-def test_run_without_mismatch_metrics_has_no_review():
-    assert review(tell([])) is None
-    assert review(tell([{"kind": "step", "step": 1, "reward": 0.5}])) is None
 
 
 def test_run_with_mismatch_within_bounds_gets_no_advice():
@@ -91,11 +81,6 @@ def test_each_mismatch_finding_gets_only_the_advice_for_that_finding(fields, fin
     assert finding in only.finding and do in only.do and only.because
 
 
-def test_single_step_that_looks_truncated_gets_no_advice_on_truncation():
-    steps = [step(1, truncation={"mean": 0.04}), *(step(number, numerics={}) for number in (2, 3))]
-    assert advise(reviewed(*steps)) == []
-
-
 @pytest.mark.parametrize(("shares", "behind"), [([0.0, 0.0, 0.0, 4.0], 3.0), ([1.02, 0.97, 1.0, 1.01], 0.01)])
 def test_review_sums_the_updates_that_were_lost_to_rounding_over_steps(shares, behind):
     result = reviewed(*(step(n, numerics={}) | {"sent_share": share} for n, share in enumerate(shares, start=1)))
@@ -107,14 +92,6 @@ def test_updates_lost_to_rounding_get_advice_on_dithered_rounding_instead_of_hea
     (only,) = advise(reviewed(*steps))
     assert "updates are lost to rounding: at step 5 engines lacked 5.0 steps" in only.finding
     assert "head_precision" not in only.do and 'weights.rounding = "dithered"' in only.do
-
-
-def test_negative_k1_estimate_of_the_kl_is_a_finding_only_if_it_exceeds_the_noise():
-    def findings(k1):
-        return [advice.finding for advice in advice_on(numerics={"p95": 0.05, "k1": k1, "k3": 0.01})]
-
-    assert any("K1" in finding for finding in findings(-0.02))
-    assert not any("K1" in finding for finding in findings(-0.001))
 
 
 def test_advice_is_ordered_by_importance():

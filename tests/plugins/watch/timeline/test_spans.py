@@ -1,6 +1,5 @@
 """Spans and timelines of runs: activities in order, any window at any resolution."""
 
-import json
 from itertools import pairwise
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from pipelinerl.plugins.watch.timeline.run_timeline import MOST_GROUPS, RunTimeline, Track
 from pipelinerl.plugins.watch.timeline.spans import RunMark, Span, SpanReader, TracedGroup
 from tests.observability.synthetic import events as synthetic
-from tests.plugins.watch.timeline.events_of_a_run import STEP_S, A, B, event, publish, run, stages, step
+from tests.plugins.watch.timeline.events_of_a_run import STEP_S, A, event, publish, run, stages, step
 
 
 def _drawn(events):
@@ -30,19 +29,6 @@ def test_suspect_engine_is_shown_to_serve_only_until_it_stops_answering_and_from
     away = [event("engine_suspect", 20.0, url=A), event("engine_back", 30.0, url=A), event("run_finished", 40.0)]
     served = _spans([*(each for each in run(3) if each["kind"] != "run_finished"), *away], A, "serves")
     assert [(span.value, span.start, span.end) for span in served[-2:]] == [(3, 12.1, 20.0), (3, 30.0, 40.0)]
-
-
-def test_pause_in_the_timeline_has_the_duration_measured_by_the_engine():
-    assert [(s.value, pytest.approx(s.end - s.start)) for s in _spans(run(2), B, "pause")] == [
-        (0, 0.001), (1, 0.001), (2, 0.001),
-    ]  # fmt: skip
-
-
-def test_weight_publication_event_without_engine_names_counts_for_all_serving_engines():
-    events = run(3)
-    for each in events:
-        each.pop("pauses_s", None)
-    assert _spans(events, A, "serves") == _spans(run(3), A, "serves")
 
 
 def test_steps_and_waits_in_the_timeline_have_the_durations_measured_by_the_trainer():
@@ -89,11 +75,6 @@ def test_lost_engine_is_shown_as_away_until_it_rejoins():
     assert _spans(events, A, "serves")[-1].end == 12.0
 
 
-def test_drained_engine_is_not_shown_as_away():
-    events = [*run(1, ended=False), event("engine_lost", 12.0, url=A, reason="drained", planned=True)]
-    assert _spans(events, A, "away") == [] and _spans(events, A, "serves")[-1].end == 12.0
-
-
 def test_spans_that_were_open_when_a_run_died_end_at_the_last_event_before_its_resume():
     events = [*run(1, ended=False), event("evaluation_began", 11.0, model_version=1), event("run_started", 11.5)]
     assert _spans(events, A, "serves")[-1].end == 11.0
@@ -120,10 +101,6 @@ def test_stage_times_from_an_actor_whose_clock_is_ahead_are_clamped_to_the_start
     groups = [d for d in _drawn([step(1, 10.0) | {"stages": [stages(2, 60.0)]}])[1] if isinstance(d, TracedGroup)]
     (group,) = groups
     assert group.claimed <= group.sampled <= group.verified <= group.trained == 9.5
-
-
-def test_malformed_group_stages_are_ignored():
-    assert not [d for d in _drawn([step(1, 10.0) | {"stages": [[2, 3.0], "x"]}])[1] if isinstance(d, TracedGroup)]
 
 
 def test_timeline_marks_for_events_describe_the_event_in_words():
@@ -168,23 +145,10 @@ def _track(window, lane, kind):
     return dict(track)
 
 
-def test_timeline_lists_the_rows_of_engines_before_all_other_rows():
-    window = _timeline(run()).window()
-    assert [(each["kind"], each["lane"]) for each in window["lanes"]] == [
-        ("engine", A), ("engine", B), ("trainer", "trainer"), ("publication", "publication"),
-        ("evaluation", "evaluation"), ("checkpoint", "checkpoint"),
-    ]  # fmt: skip
-
-
 def test_timeline_window_at_fine_resolution_has_every_span_unchanged():
     steps = _track(_timeline(run(6)).window(9.0, 12.0, points=3000), "trainer", "step")
     assert steps["start"] == [9.5, 10.5, 11.5] and steps["end"] == [10.0, 11.0, 12.0]
     assert steps["value"] == [1, 2, 3] and steps["count"] == [1, 1, 1] and steps["busy"] == [0.5, 0.5, 0.5]
-
-
-def test_timeline_window_includes_spans_that_overlap_it():
-    steps = _track(_timeline(run(6)).window(9.75, 11.75, points=3000), "trainer", "step")
-    assert steps["value"] == [1, 2, 3]
 
 
 def test_timeline_window_at_coarse_resolution_keeps_the_number_and_total_time_of_spans(long_run):
@@ -205,15 +169,6 @@ def test_long_span_of_the_timeline_is_not_merged_with_short_spans():
     drawn = track.window(0.0, 10.0, cell=1.0)
     assert drawn["count"] == [100, 1, 1] and drawn["value"][1:] == [100, 101]
     assert drawn["note"][1] == "long" and drawn["start"][1:] == [1.0, 9.0]
-
-
-def test_merged_spans_of_the_timeline_have_the_value_of_the_longest_span():
-    track = Track()
-    for number, length in enumerate((0.01, 0.3, 0.02)):
-        track.add(Span("l", "t", number * 0.32, number * 0.32 + length, number, f"note {number}"))
-    drawn = track.window(0.0, 1.0, cell=1.0)
-    assert (drawn["value"], drawn["note"], drawn["count"]) == ([1], ["note 1"], [3])
-    assert drawn["busy"] == [pytest.approx(0.33)]
 
 
 def test_timeline_draws_spans_that_have_not_ended_up_to_the_present_time():
@@ -238,19 +193,3 @@ def test_timeline_window_with_too_many_groups_shows_every_nth_group(long_run):
     gaps = {b - a for a, b in zip(every["step"][:-1], every["step"][1:], strict=True)}
     assert len(gaps) == 1, "the groups are thinned evenly"
     assert few["spans"][0] == ((0, 4), (1, 2)) and set(few["engine"]) == {A}
-
-
-def test_timeline_window_contains_only_event_marks_between_its_start_and_end():
-    window = _timeline(run(6)).window(15.5, 20.0)
-    assert [mark[1] for mark in window["marks"]] == ["knobs", "run_finished"]
-
-
-def test_timeline_of_a_run_without_events_has_empty_rows():
-    window = RunTimeline().window()
-    assert [lane["kind"] for lane in window["lanes"]] == ["trainer", "publication", "evaluation", "checkpoint"]
-    assert all(track["start"] == [] for lane in window["lanes"] for track in lane["tracks"])
-
-
-def test_timeline_window_is_json_of_bounded_size(long_run):
-    text = json.dumps(long_run.window(points=1500), allow_nan=False)
-    assert len(text) < 2_000_000

@@ -1,7 +1,5 @@
 """The text that `pipelinerl top` draws: metrics that fit the width, with labels and without control characters."""
 
-from dataclasses import replace
-
 import msgspec
 import pytest
 from rich.cells import cell_len
@@ -67,18 +65,6 @@ def test_control_characters_in_names_from_a_run_are_escaped():
     output = figures(SNAPSHOT, 80)
     assert "\x1b" not in output.plain and "\u202e" not in output.plain and "\\x1b[2J\\u202e" in output.plain
     assert "[red]" in output.plain, "markup is text"
-
-
-def test_top_shows_how_many_events_of_the_log_could_not_be_read():
-    assert "1,200 events of the log could not be read" in figures(replace(SNAPSHOT, unread=1200), 80).plain
-    assert "could not be read" not in figures(SNAPSHOT, 80).plain
-
-
-def test_top_omits_metrics_that_a_run_does_not_have_yet():
-    bare = RunSnapshot(status=RunStatus(run="new"), state="starting", knobs={}, ledger=None)
-    output = figures(bare, 40).plain
-    assert "new starting" in output and "step 0" in output and "reward    –" in output
-    assert "prompts" not in output and "engine " not in output and "time of" not in output
 
 
 def test_domains_and_engines_that_exceed_the_display_limit_are_shown_as_a_count():

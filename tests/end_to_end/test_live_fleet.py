@@ -7,10 +7,8 @@ import pytest
 from tests.fakes.live_fleet import (
     assert_nothing_lost,
     engines,
-    fleet,
     kill_again_and_again,
     longest_stall_s,
-    status,
     swap_to_and_fro,
     until_serving,
     until_steps,
@@ -18,47 +16,13 @@ from tests.fakes.live_fleet import (
 from tests.fakes.live_run import endless_run, launched, light_run, new_run, output_of
 from tests.patience import PATIENCE_S
 
-#: Overrides for long answers: the model has learned to write few letters, so the temperature is high.
-LONG_ANSWERS = (
-    "sampling.max_tokens=40",
-    "sampling.temperature=5.0",
-    "engine.context_length=64",
-    "engine.slots=32",
-    "actor.stream_interval_s=0.01",
-    "training.rollouts_per_step=16",
-)
 LONG = ("run.steps=100000", "staleness.k=8", "checkpoint.interval_steps=50", "launch.restarts=1000")
-
-
-def until_groups(run, more):
-    """Wait until `more` further groups are trained or filtered; at high temperature, most groups are filtered."""
-
-    def ended(run):
-        ledger = status(run).ledger
-        return ledger.trained + ledger.filtered
-
-    wanted = ended(run) + more
-    run.until(lambda run: ended(run) >= wanted, f"{wanted} groups to end")
 
 
 def stop(run):
     """Stop the run with `pipelinerl stop`, as a user would."""
     output_of("stop", str(run.directory))
     assert run.end() == 0, run.story()
-
-
-@pytest.mark.slow  # test_live_run.py tests this faster, in a run with other faults
-@pytest.mark.timeout(400)
-def test_engine_is_replaced_under_load_without_losing_rollouts(tmp_path):
-    """There is no grace period, so the old engine's requests in progress are handed over to the new engine."""
-    directory = tmp_path / "run"
-    with launched(endless_run(directory, *LONG), directory) as run:
-        until_serving(run, "engine-0")
-        until_steps(run, 2)
-        assert swap_to_and_fro(run, ["bigram"], times=1, grace_s=0.0) == "engine-1"
-        stop(run)
-    assert_nothing_lost(run)
-    assert not run.alive()
 
 
 @pytest.mark.slow
@@ -79,25 +43,6 @@ def test_engine_that_cannot_start_does_not_affect_the_run(tmp_path):
         )
         stop(run)
     assert_nothing_lost(run)
-
-
-@pytest.mark.slow  # tests/engines/http/test_engine_handover.py tests this faster, without a run
-@pytest.mark.timeout(200)
-def test_killed_engine_loses_only_tokens_that_were_not_delivered(tmp_path):
-    """After kill -9 during generation, the other engine continues after the tokens that were delivered."""
-    directory = tmp_path / "run"
-    with launched(new_run(directory, *LONG, *LONG_ANSWERS, "engine.count=2"), directory) as run:
-        until_serving(run, "engine-0", "engine-1")
-        until_groups(run, 8)
-        run.until(lambda run: fleet(run)["engine-0"].running > 0, "engine-0 to have work")
-        run.role("engine-0").kill()
-        run.until(lambda run: run.events("group_handed_over"), "a group to be handed over")
-        until_groups(run, 64)
-        stop(run)
-    assert_nothing_lost(run)
-    handed_over = run.events("group_handed_over")
-    assert sum(event["tokens_kept"] for event in handed_over) > 0, handed_over
-    assert not any(event["tokens_resampled"] for event in handed_over), handed_over
 
 
 @pytest.mark.slow
@@ -131,17 +76,6 @@ def test_engines_added_during_a_run_end_with_their_launcher(tmp_path):
         while run.alive() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not run.alive()
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(3600)
-def test_twenty_swaps_of_engines_lose_no_rollouts(tmp_path):
-    directory = tmp_path / "run"
-    with launched(new_run(directory, *LONG), directory) as run:
-        until_serving(run, "engine-0")
-        swap_to_and_fro(run, ["torch"], times=20)
-        stop(run)
-    assert_nothing_lost(run)
 
 
 @pytest.mark.chaos

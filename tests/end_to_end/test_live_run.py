@@ -9,29 +9,20 @@ import shutil
 import signal
 import subprocess
 import sys
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from pipelinerl.config.recipe import load
 from pipelinerl.observability.events import read_events
-from pipelinerl.plugins.replay.replayed_run import show
 from pipelinerl.system.machine import is_free
 from tests.fakes.live_fleet import swap_to_and_fro
-from tests.fakes.live_run import CLI, endless_run, launched, light_run, new_run, output_of, resumed
-from tests.fakes.undisturbed import LOCKSTEP, STEPS, Kind, undisturbed as undisturbed_run
+from tests.fakes.live_run import CLI, endless_run, launched, new_run, output_of, resumed
+from tests.fakes.undisturbed import LOCKSTEP, STEPS, Kind, curve, undisturbed as undisturbed_run
 from tests.fakes.wheel import install
 from tests.faults.scenarios.system_killed import Learned, differences
 from tests.patience import PATIENCE_S
 from tests.plugins.trackers.event_files import series
-
-
-def curve(run):
-    """Return the metrics of each step; if a step was repeated, those of the last repetition."""
-    measures = ("reward", "loss", "grad_norm", "entropy", "tokens", "sampled_tokens")
-    return {event["step"]: tuple(event[name] for name in measures) for event in run.events("step")}
 
 
 def assert_settled(run, *, steps):
@@ -94,12 +85,6 @@ def test_recorded_step_can_be_replayed_bit_by_bit(undisturbed):
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("bit-identical") == 3, "from the checkpoint at step 8 on"
-
-
-def test_recorded_step_can_be_replayed_with_another_objective(undisturbed):
-    replay_console = Console(file=StringIO(), width=200)
-    show(undisturbed.directory, step=9, objective="cispo", console=replay_console)
-    assert "cispo" in replay_console.file.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -179,36 +164,6 @@ def test_live_run_survives_killed_processes_and_a_replaced_engine(tmp_path):
     assert series(directory / "tensorboard", "reward") == sorted(last_words.items())
 
 
-_DEADLY = """
-import asyncio, os
-from pathlib import Path
-
-DEADLY = Path(__file__).with_name("deadly")
-
-async def judge(problem, completion_text):
-    await asyncio.sleep(0)
-    if not DEADLY.exists():
-        DEADLY.write_text(problem.problem_id)
-    if DEADLY.read_text() == problem.problem_id:
-        os._exit(1)
-    return len(completion_text) / 1000
-"""
-
-
-#: tests/actor/test_actor.py is the fast version of this test, without processes.
-@pytest.mark.slow
-def test_reward_that_kills_its_process_on_one_problem_costs_only_that_group(tmp_path):
-    directory, rewards = tmp_path / "run", tmp_path / "rewards.py"
-    rewards.write_text(_DEADLY)
-    changes = ("run.steps=3", "training.rollouts_per_step=24", "actor.groups_in_flight=4", "evaluation.problems=0")
-    arguments = light_run(directory, *changes, f"domains.divisors.verifier={rewards}:judge")
-    with launched(arguments, directory) as run:
-        assert run.end(3 * PATIENCE_S) == 0, run.story()
-    failed, *_ = run.events("group_failed")
-    assert "of domain divisors was in work when the actor's process died, 3 times" in failed["reason"]
-    assert sorted(set(run.steps())) == [1, 2, 3]
-
-
 # --- longer: make chaos -----------------------------------------------------------------------------------------------
 
 
@@ -224,22 +179,6 @@ def test_killing_the_process_of_any_role_does_not_change_the_training_curve(tmp_
         assert run.end() == 0, run.story()
         assert_settled(run, steps=STEPS)
     assert f"{role} ended (killed by SIGKILL)" in run.output
-    assert curve(run) == curve(undisturbed)
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(400)
-def test_run_ends_and_suggests_a_remedy_if_its_controller_dies_without_restarts_left(tmp_path, undisturbed):
-    directory = tmp_path / "run"
-    with launched(new_run(directory, *LOCKSTEP, "launch.restarts=0"), directory) as run:
-        run.until_step(6)
-        run.role("controller").kill()
-        assert run.end() == 1
-        assert "controller ended (killed by SIGKILL)" in run.output
-        assert f"pipelinerl run --resume {directory}" in run.output
-    with launched(resumed(directory), directory) as run:
-        assert run.end() == 0, run.story()
-        assert_settled(run, steps=STEPS)
     assert curve(run) == curve(undisturbed)
 
 

@@ -1,6 +1,5 @@
 """Services started one by one, without a launcher: to swap an engine, the user types the command that is printed."""
 
-import shlex
 import subprocess
 import time
 from contextlib import ExitStack, contextmanager
@@ -14,9 +13,6 @@ from pipelinerl.system.supervised_process import tied
 from tests.fakes.bigram_recipe import bigram_recipe
 from tests.fakes.live_run import CLI
 from tests.patience import PATIENCE_S, wait_until
-
-#: The command must print within this many seconds that the user has to start the engine.
-_ANSWERS_S = 15.0
 
 
 @contextmanager
@@ -62,31 +58,6 @@ def until(directory, reached):
         time.sleep(0.1)
     logs = "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in directory.parent.glob("*.log"))
     raise AssertionError(f"not reached within {PATIENCE_S:g} s:\n{logs}")
-
-
-@pytest.mark.slow  # tests/plugins/steering/test_engines.py tests this faster, with a fake controller
-@pytest.mark.timeout(600)
-def test_engine_swap_prints_the_start_command_and_continues_when_the_new_engine_runs(tmp_path):
-    with ExitStack() as stack:
-        directory, port, _ = stack.enter_context(services(tmp_path))
-        until(directory, lambda status: status.step > 2 and not status.fleet.has_launcher)
-        began, swap_log = time.monotonic(), tmp_path / "swap.log"
-        swap = stack.enter_context(
-            started(["engines", "swap", str(directory), "engine-0", "--type", "bigram"], swap_log)
-        )
-        while "waiting for engine-1" not in swap_log.read_text():
-            assert time.monotonic() < began + _ANSWERS_S, f"no word within {_ANSWERS_S:g} s: {swap_log.read_text()}"
-            time.sleep(0.05)
-        print(f"printed after {time.monotonic() - began:.1f} s:\n{swap_log.read_text()}")
-        command = next(
-            line.strip() for line in swap_log.read_text().splitlines() if line.startswith("  pipelinerl engine")
-        )
-        stack.enter_context(started(shlex.split(command)[1:], tmp_path / "engine-1.log"))
-        assert swap.wait(PATIENCE_S) == 0, swap_log.read_text()
-        assert f"the process at http://127.0.0.1:{port} keeps running until you stop it" in swap_log.read_text()
-        status = until(directory, lambda status: status.step > 4)
-        standings = {each.name: each.state for each in status.fleet.engines}
-        assert standings == {"engine-0": "left", "engine-1": "healthy"}
 
 
 @pytest.mark.slow  # tests/launch/test_adoption.py tests this faster, with a role that only sleeps

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from inference_contract.conformance import CheckOutcome, run
 from pipelinerl.commands.check import findings
 from pipelinerl.config.recipe import MODELS, load
 from pipelinerl.engines.http.engine_teacher import EngineTeacher
@@ -17,7 +16,6 @@ from pipelinerl.trainers.torch.trainer import TorchTrainer
 from tests.fakes.batches import batch_of
 from tests.fakes.rollouts import group, rollout
 from tests.fakes.standalone_engine import standalone_engine
-from tests.patience import PATIENCE_S
 from trainer_contract.types import Device, TrainerSpec
 
 TEACHER = MODELS / "tiny_speller_heads32"
@@ -43,11 +41,6 @@ def batch(budget=64):
         groups.append(replace(group(index), domain=domain, rollouts=tuple(rollouts)))
     losses = losses_of(load("tiny", ['domains.long_words.loss="ref_kl"']))
     return batch_of(groups, "pipelinerl", token_budget=budget, losses=losses)
-
-
-def test_torch_engine_passes_the_prompt_logprobs_check(url):
-    (result,) = run(url, token=None, only=["prompt_logprobs_are_returned_or_refused"], timeout_s=PATIENCE_S)
-    assert result.outcome is CheckOutcome.PASSED, result.reason
 
 
 def test_teacher_engine_logprobs_equal_those_of_the_local_model(url):

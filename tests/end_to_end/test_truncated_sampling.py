@@ -174,11 +174,3 @@ def test_mismatch_of_logprobs_after_truncation_has_the_cause_truncation(model, s
         expected = 0.0 if of_policy else -float(np.log(oracle_of(model, batch, sampling).kept_mass).mean())
         assert step[f"mismatch_{cause}_mean"] == pytest.approx(expected, abs=1e-5)
         assert not any(other in name for name in step)
-
-
-def test_logprobs_after_truncation_would_clip_negative_advantages_and_make_every_ratio_too_small(model):
-    sampling = TRUNCATED["half"]
-    batch = packed(model, sampling, of_policy=False)
-    step, oracle = statistics_of(model, batch), oracle_of(model, batch, sampling)
-    assert step["ratio_mean"] == pytest.approx(oracle.kept_mass.mean(), abs=1e-5)
-    assert step["clip_fraction"] > 0.3

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from string import ascii_lowercase
 
 import pytest
 from transformers import LlamaConfig
@@ -17,7 +16,6 @@ from pipelinerl.config.recipe import load
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from pipelinerl.roles.problems import held_out_problems, training_problems
-from tests.fakes.bigram_recipe import lightest
 from tests.fakes.live_run import CLI, launched
 from tests.patience import PATIENCE_S
 
@@ -42,20 +40,6 @@ def test_files_of_the_own_reward_example_equal_the_code_blocks_of_the_rewards_do
     blocks = re.findall(r"```\w+\n(.*?)```", (ROOT / "docs" / "start" / "rewards.md").read_text(), re.DOTALL)
     files = [(EXAMPLES / "own_reward" / name).read_text() for name in ("rewards.py", "words.toml")]
     assert blocks[:2] == files, "tests/end_to_end/test_own_reward.py runs the page's"
-
-
-@pytest.mark.slow  # tests/end_to_end/test_rlvr_run.py tests several domains faster
-def test_two_domains_example_trains(tmp_path):
-    """The run uses a bigram model; tests/end_to_end/ has runs with the shipped model."""
-    recipe = EXAMPLES / "two_domains" / "two_domains.toml"
-    quick = (f"run.directory={tmp_path}", "run.steps=2", "training.rollouts_per_step=48", "evaluation.problems=6")
-    lockstep = ("staleness.j=1", "staleness.k=1")  # in lockstep, each step has groups of both domains
-    light = lightest(tmp_path / "model", alphabet=f"{ascii_lowercase}?")
-    with launched([str(recipe), *quick, *lockstep, *light], tmp_path / "two_domains") as run:
-        assert run.end() == 0, run.story()
-        steps = run.events("step")
-    assert len(steps) == 2 and {"backward", "last_letter"} == set(steps[-1]["by_domain"])
-    assert 0 < steps[-1]["by_domain"]["last_letter"]["reward.brief"] <= 1
 
 
 def test_multi_turn_game_example_trains(tmp_path):
@@ -109,17 +93,6 @@ def test_example_whose_environment_needs_another_python_installation_trains(name
             server.terminate()
             server.wait(PATIENCE_S)
     assert figures["turns"] == {"openenv": 2, "verifiers_taskset": 1}[name] and figures["unjudged"] == 0
-
-
-@pytest.mark.slow
-def test_bigram_model_learns_the_letter_guessing_game(tmp_path):
-    recipe = EXAMPLES / "guess_letter" / "guess_letter.toml"
-    with launched(
-        [str(recipe), f"run.directory={tmp_path}", *guessing(tmp_path / "model")], tmp_path / "guess_letter"
-    ) as run:
-        assert run.end(600) == 0, run.story()
-        rewards = [step["reward"] for step in run.events("step")]
-    assert sum(rewards[:5]) / 5 < 0.4 and sum(rewards[-10:]) / 10 >= 0.75
 
 
 def test_json_facts_task_has_one_reward_for_right_values_and_one_for_answers_that_can_be_parsed():

@@ -53,6 +53,12 @@ def undisturbed(kind=Kind.TINY):
     return LiveRun(None, Path(where.read_text()), folder / "output")
 
 
+def curve(run):
+    """Return the metrics of each step; if a step was repeated, those of the last repetition."""
+    measures = ("reward", "loss", "grad_norm", "entropy", "tokens", "sampled_tokens")
+    return {event["step"]: tuple(event[name] for name in measures) for event in run.events("step")}
+
+
 def _made(kind, folder):
     directory = folder / "run"
     with launched(kind.arguments(directory), directory) as run:

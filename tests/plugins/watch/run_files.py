@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,14 @@ from typing import Any
 import httpx
 
 from pipelinerl.config import recipe as recipes
+from pipelinerl.controller.service.api import create_api
 from pipelinerl.observability.events import EventLog
 from pipelinerl.observability.samples import AnswerTokens, SampleGroup, SampleKind, SampleLog, TokenTexts, TurnRecord
 from pipelinerl.plugins.watch.access import PageLinks
 from pipelinerl.plugins.watch.server import create_page
 from pipelinerl.plugins.watch.watched_run import WatchedRun, watched_runs
+from pipelinerl.system.http_service import listen, serve_until, url_of
+from tests.controller.service.test_service import Running, running
 from tests.fakes.served import in_thread
 from tests.observability.groups import answer, group
 from tests.observability.synthetic import events
@@ -92,6 +97,30 @@ def keep(run_dir: Path, groups: list[SampleGroup], *, name: str = "training") ->
 
 def of_evaluation(step: int) -> SampleGroup:
     return sampled(step, kind=SampleKind.EVALUATION, evaluation="held_out", group_id=f"eval-{step}")
+
+
+@asynccontextmanager
+async def served_controller(
+    run_dir: Path, directory: Path, **options: Any
+) -> AsyncIterator[tuple[Running, Callable[[], None]]]:
+    """Serve a real controller, with its files in `directory`, as that of the run; yield it and a function that ends it.
+
+    The domains in the run's recipe are renamed to the controller's, `a` and `b`.
+    """
+    recipe = (run_dir / "recipe.toml").read_text()
+    (run_dir / "recipe.toml").write_text(recipe.replace('"short_words"', '"a"').replace('"long_words"', '"b"'))
+    async with running(directory, **options) as run:
+        await run.start()
+        ended = asyncio.Event()
+        over, listener = asyncio.ensure_future(ended.wait()), listen("127.0.0.1", 0)
+        serving = asyncio.create_task(serve_until(create_api(run.service, token="secret"), listener, over=over))
+        address = url_of(*listener.getsockname()[:2])
+        (run_dir / "controller.json").write_text(json.dumps({"url": address, "token": "secret"}))
+        try:
+            yield run, ended.set
+        finally:
+            ended.set()
+            await asyncio.wait_for(serving, PATIENCE_S)
 
 
 @dataclass

@@ -12,10 +12,7 @@ import pytest
 from rich.console import Console
 
 from pipelinerl.observability.charts import Chart, Line, svg, ticks
-from pipelinerl.observability.progress import domain_lines
 from pipelinerl.observability.run_history import Series, tell
-from pipelinerl.observability.samples import SampleKind
-from pipelinerl.observability.status import LastStepStatus, RunStatus
 from pipelinerl.observability.summary import outcome, summary, summary_rows
 from pipelinerl.plugins.watch.report import (
     DOMAIN_HEAD,
@@ -28,8 +25,9 @@ from pipelinerl.plugins.watch.report import (
     update_charts,
     write_report,
 )
-from tests.observability.groups import HOSTILE, answer, group
+from tests.observability.groups import answer, group
 from tests.observability.synthetic import events
+from tests.plugins.watch.page.hostile_run import hostile_run
 from tests.plugins.watch.run_files import keep
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -110,17 +108,14 @@ def test_failed_write_of_a_report_keeps_the_earlier_report(tmp_path):
     assert not list(tmp_path.glob(".new-*"))
 
 
-def test_report_escapes_text_from_the_run():
-    evil = "<script>alert(1)</script>"
-    made = [
-        {"kind": "run_started", "run": evil, "elapsed_s": 0.0},
-        {"kind": "knobs", "changes": {evil: evil}, "who": evil, "step": evil, "elapsed_s": 1.0},
-        {"kind": "engine_lost", "url": evil, evil: 1, "elapsed_s": 2.0},
-        {"kind": "run_finished", "reason": evil, "elapsed_s": 3.0},
-    ]
-    text = render(tell(made), evil)
-    assert "<script" not in text
-    Page(text)
+def test_report_escapes_every_text_of_a_hostile_run(tmp_path):
+    html = write_report(hostile_run(tmp_path / "run")).html.read_text()
+    page = Page(html)
+    tags = {tag for tag, _ in page.seen}
+    assert not tags & {"script", "img", "iframe", "object", "link", "math", "a", "input", "base", "textarea"}
+    assert not [name for _, attributes in page.seen for name in attributes if name.startswith("on")]
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]", html)
+    assert "<script>pwned(0)</script>" in "".join(page.text), "the escaped text stays readable"
 
 
 @pytest.mark.parametrize(
@@ -192,13 +187,11 @@ def test_chart_of_a_long_series_shows_its_spikes_with_few_points():
 
 
 def test_report_shows_the_model_version_and_pass_at_k_of_each_evaluation():
-    page = render(tell(events(24)), "")
-    text = " ".join(Page(page).text)
-    assert "v24 alone, on http://127.0.0.1:4001" in text and "512 × 4" in text
-    assert "2 answers of other versions discarded; the trainer took 3 steps meanwhile" in text
-    assert "pass@k, held out" in text and "pass@4" in text
-    rows = dict(summary_rows(tell(events(24))))
-    assert rows["last evaluation"].startswith("pass@1 ") and "v24 alone" in rows["last evaluation"]
+    text = " ".join(Page(render(tell(events(24)), "")).text)
+    for part in ("v24 alone, on http://127.0.0.1:4001", "512 × 4", "pass@k, held out", "pass@4",
+                 "2 answers of other versions discarded; the trainer took 3 steps meanwhile"):  # fmt: skip
+        assert part in text, part
+    assert dict(summary_rows(tell(events(24))))["last evaluation"].startswith("pass@1 ")
 
 
 def test_report_shows_the_last_evaluation_by_domain_and_tag():
@@ -284,16 +277,6 @@ def test_domain_means_in_the_report_weight_each_step_by_its_number_of_rollouts()
     assert "&lt;sums&gt;" in render(made, "") and "<sums>" not in render(made, "")
 
 
-def test_control_characters_in_tags_are_escaped_in_the_report():
-    evil = "level=\x1b[2J\u202e\n3"
-    step = LastStepStatus(by_tag={evil: {"reward": 1.0, "reward.\x07": 1.0}})
-    assert domain_lines(RunStatus(run="r", last_step=step)) == [
-        "tag level=\\x1b[2J\\u202e\\n3: reward 1.000 · \\x07 1.000"
-    ]
-    ((name, _, reward, *_),) = domain_rows(history({"by_tag": step.by_tag}))
-    assert name == "level=\\x1b[2J\\u202e\\n3" and reward == "–, \\x07 –"
-
-
 def test_report_of_episodes_has_a_row_per_domain_with_the_counts_of_tool_calls():
     game = {"turns": 2.0, "segments": 1.5, "rollouts": 10, "episodes": 4, "environment_s": 0.5, "calls_parsed": 3}
     later = game | {"turns": 4.0, "tool_errors": 2, "calls_malformed": 1, "episodes": 12, "environment_s": 1.5}
@@ -301,26 +284,6 @@ def test_report_of_episodes_has_a_row_per_domain_with_the_counts_of_tool_calls()
     assert episode_rows(history(*steps)) == [("game", "3", "1.5", "1.25", "6", "2", "1")]
     assert "seconds outside the model" in render(history(*steps), "")
     assert "seconds outside the model" not in render(history({"by_domain": {"sums": {"rollouts": 5}}}), "")
-
-
-def test_hostile_sample_text_is_escaped_in_the_report():
-    evil = group(
-        5,
-        answer(HOSTILE, reason=HOSTILE, finish_reason=HOSTILE),
-        domain=HOSTILE,
-        tags=(HOSTILE,),
-        prompt=HOSTILE,
-        ground_truth=HOSTILE,
-        problem_id=HOSTILE,
-    )
-    filtered = group(5, answer(HOSTILE), kind=SampleKind.FILTERED, why=HOSTILE)
-    page = samples_section([evil, filtered])
-    elements = Page(page)
-    assert {tag for tag, _ in elements.seen} == {"h3", "details", "summary", "dl", "dt", "dd"}
-    assert page.count("</details>") == page.count("<details"), "hostile text closes no element"
-    assert "<script>alert(1)</script>" in "".join(elements.text), "the escaped text stays readable"
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", page)
-    page.encode()
 
 
 def test_report_shows_the_best_and_worst_samples_of_the_last_steps():

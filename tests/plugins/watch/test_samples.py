@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 from pipelinerl.cli import app
 from pipelinerl.errors import UserError
 from pipelinerl.observability.events import EventLog
-from pipelinerl.observability.samples import SampleKind, SampleLog, TurnRecord
+from pipelinerl.observability.samples import SampleKind, SampleLog
 from tests.observability.groups import HOSTILE, answer, group
+from tests.plugins.watch.run_files import of_episode
 
 
 def a_run(path, *groups, over=True):
@@ -83,31 +84,23 @@ def test_options_of_the_samples_command_select_and_order_samples(tmp_path, optio
 
 
 def test_samples_command_shows_an_episode_turn_by_turn_with_its_segments_as_a_tree(tmp_path):
-    turns = (
-        TurnRecord(text="try a", agent="main", length=3, begins="first"),
-        TurnRecord(context="no", text="try b", agent="main", length=3, reward=0.5, continues=1),
-        TurnRecord(context="undo", text="try c", agent="main", length=4, segment=2, begins="forked", continues=1),
-        TurnRecord(context="judge", text="good", agent="critic", length=1, segment=3, begins="first"),
-    )
-    output = printed_by(str(a_run(tmp_path, group(1, answer("all of it", turns=turns), answer("single")))))
-    shown = output[output.index("   segment 1") : output.index(" ▸", output.index("   segment 1"))]
-    assert shown == (
-        "   segment 1 · begins a conversation (first)\n"
-        "     turn 1 · main · 3 tokens\n"
-        "       answer  try a\n"
-        "     turn 2 · main · 3 tokens · reward 0.5\n"
-        "       context no\n"
-        "       answer  try b\n"
-        "   segment 2 · continues turn 1 (forked)\n"
-        "     turn 3 · main · 4 tokens\n"
-        "       context undo\n"
-        "       answer  try c\n"
-        "   segment 3 · begins a conversation (first)\n"
-        "     turn 4 · critic · 1 token\n"
-        "       context judge\n"
-        "       answer  good\n"
-    )
-    assert "all of it" not in output and "answer  single" in output
+    output = printed_by(str(a_run(tmp_path, of_episode(1))))
+    assert output.partition("   segment")[2].splitlines()[:14] == [
+        " 1 · begins a conversation (first)",
+        "     turn 1 · main · 4 tokens",
+        "       answer  let me look",
+        "     turn 2 · main · 3 tokens · reward 1",
+        "       context the tool says b",
+        "       answer  it is b",
+        "   segment 2 · continues turn 1 (forked)",
+        "     turn 3 · main · 2 tokens",
+        "       context try again",
+        "       answer  or c",
+        "   segment 3 · begins a conversation (first)",
+        "     turn 4 · planner · 2 tokens",
+        "       context plan it",
+        "       answer  a plan",
+    ]
 
 
 def test_samples_command_escapes_control_characters(tmp_path):

@@ -7,16 +7,13 @@ from contextlib import contextmanager
 import httpx
 import msgspec
 
-from pipelinerl.controller.service.api import create_api
 from pipelinerl.enums import HOTTEST
 from pipelinerl.observability.status import RunStatus
 from pipelinerl.plugins.watch.steering import Steering
-from pipelinerl.system.http_service import listen, serve_until, url_of
-from tests.controller.service.test_service import running
 from tests.controller.world import ENGINE
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S
-from tests.plugins.watch.run_files import TOKEN, served_page, written_run
+from tests.plugins.watch.run_files import TOKEN, served_controller, served_page, written_run
 
 
 async def ask(page, method, path, body=None, *, content=None):
@@ -36,24 +33,14 @@ def refusal_of(answer):
 
 async def test_page_changes_a_live_run_unless_the_page_is_read_only(tmp_path):
     run_dir = written_run(tmp_path / "run", steps=3, end=False, overrides=["sampling.group_size=2"])
-    recipe = (run_dir / "recipe.toml").read_text()  # the controller of this test has domains `a` and `b`
-    (run_dir / "recipe.toml").write_text(recipe.replace('"short_words"', '"a"').replace('"long_words"', '"b"'))
     (tmp_path / "controller").mkdir()
-    async with running(tmp_path / "controller") as run:
-        await run.start()
-        over = asyncio.get_running_loop().create_future()
-        listener = listen("127.0.0.1", 0)
-        serving = asyncio.create_task(serve_until(create_api(run.service, token="secret"), listener, over=over))
-        address = url_of(*listener.getsockname()[:2])
-        (run_dir / "controller.json").write_text(json.dumps({"url": address, "token": "secret"}))
+    async with served_controller(run_dir, tmp_path / "controller") as (run, _):
         with served_page(run_dir) as page:
             await check_knob_changes(page, run)
             await check_values_that_json_cannot_represent_are_rejected(page, run)
             await check_engine_changes(page)
         with served_page(run_dir, read_only=True) as page:
             await check_read_only_page_changes_nothing(page, run)
-        over.set_result(None)
-        await asyncio.wait_for(serving, PATIENCE_S)
     with served_page(run_dir) as page:
         await check_silent_controller_is_reported(page)
 
@@ -83,14 +70,7 @@ async def check_knob_changes(page, run):
 async def check_values_that_json_cannot_represent_are_rejected(page, run):
     """Check that the page neither accepts as valid nor applies knob values that JSON cannot represent."""
     before = run.controller.state.knobs
-    for body in (
-        b'{"k": NaN}',
-        b'{"k": -Infinity}',
-        b'{"k": 1e999}',
-        b'{"k": [NaN]}',
-        b'{"k": "\\ud800"}',
-        b'{"\\udfff": 1}',
-    ):
+    for body in (b'{"k": NaN}', b'{"k": 1e999}', b'{"k": [NaN]}', b'{"k": "\\ud800"}', b'{"\\udfff": 1}'):
         for method, path in (("POST", "/api/knobs/check"), ("PATCH", "/api/knobs")):
             answer = await ask(page, method, path, content=body)
             refused = answer.status_code == 422 or not answer.json().get("ok", True)

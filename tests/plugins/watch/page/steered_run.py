@@ -7,8 +7,7 @@ reports the steps that a trainer would report.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,12 +16,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pipelinerl.controller.service.api import create_api
 from pipelinerl.observability.events import read_events
-from pipelinerl.system.http_service import listen, serve_until, url_of
-from tests.controller.service.test_service import Running, running, step
+from tests.controller.service.test_service import Running, step
 from tests.patience import PATIENCE_S
-from tests.plugins.watch.run_files import written_run
+from tests.plugins.watch.run_files import served_controller, written_run
 
 _STATS = {"loss": 0.5, "grad_norm": 0.5, "reward": 0.5}
 
@@ -49,29 +46,22 @@ class SteeredRun:
 def steered_run(directory: Path) -> Iterator[SteeredRun]:
     """Yield a run with one engine and staleness bound k = 4; its controller ends without notice when the block ends."""
     written_run(directory, steps=1, end=False, overrides=["sampling.group_size=2"])
-    recipe = (directory / "recipe.toml").read_text()  # its domains are renamed to those of the test's controller
-    (directory / "recipe.toml").write_text(recipe.replace('"short_words"', '"a"').replace('"long_words"', '"b"'))
-    begun: Future[tuple[SteeredRun, asyncio.Future[None]]] = Future()
+    begun: Future[tuple[SteeredRun, Callable[[], None]]] = Future()
 
     async def live() -> None:
-        loop = asyncio.get_running_loop()
-        async with running(directory, steps=100) as world:
-            await world.start()
-            over: asyncio.Future[None] = loop.create_future()
-            listener = listen("127.0.0.1", 0)
-            address = url_of(*listener.getsockname()[:2])
-            (directory / "controller.json").write_text(json.dumps({"url": address, "token": "secret"}))
-            begun.set_result((SteeredRun(directory, world, loop), over))
-            await serve_until(create_api(world.service, token="secret"), listener, over=over)
+        over = asyncio.Event()
+        async with served_controller(directory, directory, steps=100) as (world, _):
+            begun.set_result((SteeredRun(directory, world, asyncio.get_running_loop()), over.set))
+            await over.wait()
 
     with ThreadPoolExecutor(1) as threads:
         living = threads.submit(lambda: asyncio.run(live()))
         wait([begun, living], PATIENCE_S, FIRST_COMPLETED)
         if not begun.done():
             living.result(0)
-        run, over = begun.result(0)
+        run, end = begun.result(0)
         try:
             yield run
         finally:
-            run.loop.call_soon_threadsafe(over.set_result, None)
+            run.loop.call_soon_threadsafe(end)
             living.result(PATIENCE_S)

@@ -12,15 +12,12 @@ from importlib.util import find_spec
 
 import pytest
 
-from pipelinerl.controller.service.api import create_api
 from pipelinerl.errors import UserError
 from pipelinerl.plugins.watch.command_line import top
 from pipelinerl.plugins.watch.top.run_follower import RunFollower
-from pipelinerl.system.http_service import listen, serve_until, url_of
-from tests.controller.service.test_service import running
 from tests.controller.world import ENGINE
 from tests.patience import PATIENCE_S
-from tests.plugins.watch.run_files import written_run
+from tests.plugins.watch.run_files import served_controller, written_run
 
 pytestmark = pytest.mark.skipif(find_spec("textual") is None, reason="pipelinerl top is not tried: textual is not here")
 
@@ -66,29 +63,15 @@ def values(pilot):
     return {row.knob: str(row.query_one(".value", Static).render()) for row in pilot.app.query(KnobRow)}
 
 
-@asynccontextmanager
-async def a_controller(tmp_path):
-    """Yield a run's directory, its live controller, and a function that stops the controller."""
-    run_dir = written_run(tmp_path / "run", steps=3, end=False)
+@pytest.fixture
+def run_dir(tmp_path):
     (tmp_path / "controller").mkdir()
-    async with running(tmp_path / "controller") as run:
-        await run.start()
-        over = asyncio.Event()
-        ended = asyncio.ensure_future(over.wait())
-        listener = listen("127.0.0.1", 0)
-        serving = asyncio.create_task(serve_until(create_api(run.service, token="secret"), listener, over=ended))
-        address = url_of(*listener.getsockname()[:2])
-        (run_dir / "controller.json").write_text(json.dumps({"url": address, "token": "secret"}))
-        try:
-            yield run_dir, run, over.set
-        finally:
-            over.set()
-            await asyncio.wait_for(serving, PATIENCE_S)
+    return written_run(tmp_path / "run", steps=3, end=False)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 24)])
-async def test_knob_can_be_edited_in_top_and_an_invalid_value_shows_an_error(tmp_path, size):
-    async with a_controller(tmp_path) as (run_dir, run, _), shown(run_dir, size) as pilot:
+async def test_knob_can_be_edited_in_top_and_an_invalid_value_shows_an_error(tmp_path, run_dir, size):
+    async with served_controller(run_dir, tmp_path / "controller") as (run, _), shown(run_dir, size) as pilot:
         assert "live" in text(pilot, "#figures-text") and ENGINE.removeprefix("http://") in text(pilot, "#figures-text")
         knobs = run.controller.state.knobs
         assert values(pilot)["k"] == "4" and values(pilot)["domain_weights.b"] == "2"
@@ -118,9 +101,9 @@ async def test_top_shows_a_finished_run_from_its_files_and_allows_no_changes(fin
         assert not any(field.display for field in pilot.app.query(Input))
 
 
-async def test_top_reports_a_silent_controller_and_keeps_showing_its_last_metrics(tmp_path, monkeypatch):
+async def test_top_reports_a_silent_controller_and_keeps_showing_its_last_metrics(tmp_path, run_dir, monkeypatch):
     monkeypatch.setenv("PIPELINERL_TOKEN", "secret")
-    async with a_controller(tmp_path) as (run_dir, _, end):
+    async with served_controller(run_dir, tmp_path / "controller") as (_, end):
         address = json.loads((run_dir / "controller.json").read_text())["url"]
         async with shown(address) as pilot:
             assert "test live" in text(pilot, "#figures-text") and values(pilot)["k"] == "4"

@@ -97,7 +97,6 @@ class Components(Mapping[str, C], Generic[C]):
                 yield name, self[name]
 
     def having(self, trait: str) -> list[str]:
-        """Return the names of the components whose attribute `trait` is true."""
         return [name for name, component in self.loadable() if getattr(component, trait)]
 
 

@@ -253,7 +253,6 @@ class Turn:
 
     @property
     def agent(self) -> str:
-        """The agent that requested the turn; empty outside episodes."""
         return self.note.agent
 
     @property
@@ -285,7 +284,6 @@ class Segment(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of the segment, including the turns that are only context."""
         return sum(int(turn.context_token_ids.shape[0] + turn.token_ids.shape[0]) for turn in self.turns)
 
 
@@ -386,5 +384,4 @@ class RolloutGroup:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of all rollouts of the group."""
         return sum(rollout.num_tokens for rollout in self.rollouts)

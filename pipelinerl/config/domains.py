@@ -70,7 +70,6 @@ class RewardPartSection(Section):
 
     @property
     def shown_as(self) -> str:
-        """The name of this term in metrics."""
         return self.name or (self.function.rpartition(":")[2] if is_reference(self.function) else self.function)
 
 
@@ -240,7 +239,6 @@ class DomainSection(Section):
 
     @property
     def verifiers(self) -> tuple[tuple[str, str], ...]:
-        """The recipe's key and the name of each verifier of the domain."""
         if not self.has_verifier:
             return ()
         if not self.rewards:
@@ -298,7 +296,6 @@ class DomainSection(Section):
 
     @property
     def prompts(self) -> Prompts:
-        """The domain's prompt format."""
         return Prompts(
             system=self.system_prompt,
             few_shot=tuple(Message(shot.role, shot.content) for shot in self.few_shot),

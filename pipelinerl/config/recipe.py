@@ -207,7 +207,6 @@ class RunConfig(Section):
 
     @property
     def run_directory(self) -> Path:
-        """The directory that this run writes to."""
         return from_home(self.run.directory) / self.run.name
 
     @property
@@ -302,19 +301,15 @@ class RunConfig(Section):
         return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
 
     def group_size_of(self, domain: DomainSection) -> int:
-        """Return the number of answers to each training problem of the domain."""
         return domain.group_size or self.sampling.group_size
 
     def key_of_group_size(self, domain: DomainSection) -> str:
-        """Return the recipe key that sets the domain's group size."""
         return "sampling.group_size" if domain.group_size is None else f"domains.{domain.name}.group_size"
 
     def max_tokens_of(self, domain: DomainSection) -> int:
-        """Return the maximum number of tokens of an answer to a training problem of the domain."""
         return domain.max_tokens or self.sampling.max_tokens
 
     def evaluation_max_tokens_of(self, domain: DomainSection, asked: EvaluationSet) -> int:
-        """Return the token limit of answers to the domain's problems in the evaluation set `asked`."""
         return asked.max_tokens or self.max_tokens_of(domain)
 
 

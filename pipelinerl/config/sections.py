@@ -518,7 +518,6 @@ class TrackersSection(Section):
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """Names of the enabled trackers."""
         return tuple(name for name, section in self if section)
 
 

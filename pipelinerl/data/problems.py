@@ -109,7 +109,6 @@ class UserSource:
         self._request = request
 
     def problem(self, index: int) -> Problem:
-        """Return problem `index` of the user's source. Raises `RecipeError` for an invalid problem."""
         with users_errors(f"{self._request.where}.source", self._source.problem):
             problem = self._source.problem(index)
         if not isinstance(problem, Problem) or not all(isinstance(each, Message) for each in problem.messages):

@@ -169,7 +169,6 @@ class RunHistory:
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the start to the last event."""
         ended = () if self.finished is None else (self.finished,)
         evaluations = (event for events in self.evaluation_sets.values() for event in events)
         known = (self.started, *self.steps, *self.publications, *self.engines, *evaluations, *ended)
@@ -177,7 +176,6 @@ class RunHistory:
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of sampled tokens in all trained steps."""
         return int(sum(self.series(self.steps, "sampled_tokens").y))
 
     @property
@@ -188,7 +186,6 @@ class RunHistory:
 
     @property
     def last_evaluation(self) -> Event | None:
-        """The newest evaluation that has an accuracy."""
         return next((event for event in reversed(self.evaluations) if number(event, "accuracy") is not None), None)
 
     @property
@@ -223,12 +220,10 @@ class RunHistory:
         return mean_of(figures, "unjudged")
 
     def median(self, events: Sequence[Event], field: str) -> float | None:
-        """Return the median of a field over the events; None if no event has the field."""
         values = self.series(events, field).y
         return median(values) if values else None
 
     def max_of(self, events: Sequence[Event], field: str) -> float | None:
-        """Return the maximum of a field over the events; None if no event has the field."""
         return max(self.series(events, field).y, default=None)
 
     def series(self, events: Sequence[Event], y: str, *, x: str = "elapsed_s") -> Series:
@@ -238,7 +233,6 @@ class RunHistory:
         return Series(tuple(a for a, _ in known), tuple(b for _, b in known))
 
     def by_step(self, field: str) -> Series:
-        """Return a field of the `step` events as a series over the step."""
         return self.series(self.steps, field, x="step")
 
     def by_sampling_version(self, field: str = "reward") -> Series:

@@ -427,7 +427,6 @@ class SampleReader:
         self._offsets: dict[str, int] = {}
 
     def new(self) -> list[SampleGroup]:
-        """Return groups written since the last call, sorted by time."""
         groups: list[SampleGroup] = []
         for path in sorted(sample_files(self._run_dir)):
             offset = self._offsets.get(path.name, 0)

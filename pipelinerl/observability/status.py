@@ -28,7 +28,6 @@ class StatusPhase(StrEnum):
 
     @property
     def is_over(self) -> bool:
-        """True if the run has finished or failed."""
         return self in (StatusPhase.FINISHED, StatusPhase.FAILED)
 
 
@@ -55,7 +54,6 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def serves(self) -> bool:
-        """True if the engine receives any kind of work."""
         return self.state in ("healthy", "pinned")
 
     @property
@@ -316,7 +314,6 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Estimated seconds until the last step; None before the first step."""
 
     def to_json(self) -> bytes:
-        """Return the status as JSON, with fields by name."""
         return msgspec.json.encode(self)
 
     @classmethod

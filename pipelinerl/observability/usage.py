@@ -23,7 +23,6 @@ class Usage(msgspec.Struct, frozen=True):
     gpu_s: float = 0.0
 
     def __add__(self, other: Usage) -> Usage:
-        """Return the sum of both."""
         return Usage(self.cpu_s + other.cpu_s, self.gpu_s + other.gpu_s)
 
 

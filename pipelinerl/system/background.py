@@ -15,7 +15,6 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeVar
 
@@ -31,77 +30,59 @@ def in_background(name: str, function: Callable[[], T]) -> Future[T]:
 
     An exception that is never retrieved from the future is dropped silently.
     """
-    call = _Call(name, function, Future(), begun := threading.Event())
-    call.begin()
+    begun = threading.Event()
+    future = _begin(name, function, begun.set)
     begun.wait()
-    return call.future
+    return future
 
 
 def in_background_soon(name: str, function: Callable[[], T]) -> Future[T]:
     """Run `function` like `in_background`, but return the future without waiting for the thread to run."""
-    call = _Call(name, function, Future())
-    call.begin()
-    return call.future
+    return _begin(name, function, lambda: None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    name: str
-    function: Callable[[], Any]
-    future: Future[Any]
-    begun: threading.Event | None = None
+def _begin(name: str, function: Callable[[], T], begun: Callable[[], None]) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
 
-    def begin(self) -> None:
-        self.future.set_running_or_notify_cancel()
-        with _free_guard:
-            thread = _free.pop() if _free else None
-        if thread is None:
-            _Thread().begin(self)
-        else:
-            thread.calls.put(self)
-
-    def make(self) -> None:
-        if self.begun is not None:
-            self.begun.set()
+    def call() -> None:
+        threading.current_thread().name = name
+        begun()
         try:
-            result = self.function()
+            result = function()
         except BaseException as error:
-            self.future.set_exception(error)
+            future.set_exception(error)
         else:
-            self.future.set_result(result)
+            future.set_result(result)
+        threading.current_thread().name = "free"
+
+    with _free_guard:
+        calls = _free.pop() if _free else None
+    if calls is None:
+        calls = SimpleQueue()
+        threading.Thread(target=_make_calls, args=(calls,), name=name, daemon=True).start()
+    calls.put(call)
+    return future
 
 
-class _Thread:
-    """A thread that makes one call after another, and ends after `_FREE_S` seconds without a call.
+def _make_calls(calls: SimpleQueue[Callable[[], None]]) -> None:
+    """Make one call after another, until none has come for `_FREE_S` seconds.
 
-    It keeps no reference to a finished call, so the call's objects, such as connections, can be freed.
+    No reference to a finished call is kept, so the call's objects, such as connections, can be freed.
     """
-
-    def __init__(self) -> None:
-        self.calls: SimpleQueue[_Call] = SimpleQueue()
-
-    def begin(self, call: _Call) -> None:
-        self.calls.put(call)
-        threading.Thread(target=self._run, name=call.name, daemon=True).start()
-
-    def _run(self) -> None:
-        while self._makes_one():
-            with _free_guard:
-                _free.append(self)
-
-    def _makes_one(self) -> bool:
+    while True:
         try:
-            call = self.calls.get(timeout=_FREE_S)
+            call = calls.get(timeout=_FREE_S)
         except Empty:
             with _free_guard:
-                if self in _free:
-                    _free.remove(self)
-                    return False
-            call = self.calls.get()  # another thread has just taken this one from `_free`, so a call will follow
-        threading.current_thread().name = call.name
-        call.make()
-        threading.current_thread().name = "free"
-        return True
+                if calls in _free:
+                    _free.remove(calls)
+                    return
+            call = calls.get()  # another thread has just taken these from `_free`, so a call will follow
+        call()
+        del call
+        with _free_guard:
+            _free.append(calls)
 
 
 def _forget_threads() -> None:
@@ -111,7 +92,8 @@ def _forget_threads() -> None:
     _free.clear()
 
 
-_free: list[_Thread] = []
+#: Queues of the calls of idle threads.
+_free: list[SimpleQueue[Callable[[], None]]] = []
 _free_guard = threading.Lock()
 os.register_at_fork(after_in_child=_forget_threads)
 

@@ -101,7 +101,6 @@ class LimitedConnection(HttpToolsProtocol):
                 self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer and handle the event as uvicorn does."""
         self._disarm()
         if self in self.connections:
             super().connection_lost(exc)
@@ -115,7 +114,6 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Handle a header; trailers are dropped."""
         if self._stage is _Stage.HEAD:
             super().on_header(name, value)
 

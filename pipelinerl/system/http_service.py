@@ -442,7 +442,6 @@ class Backlog:
 
     @contextmanager
     def holding(self, count: int) -> Iterator[None]:
-        """Count these items as held during the block."""
         self.count += count
         try:
             yield

@@ -137,7 +137,6 @@ class ServiceClient:
         headers: Mapping[str, str] | None = None,
         query: Mapping[str, str] | None = None,
     ) -> bytes:
-        """Send a request and return the body of a response with status 200; raises like `post`."""
         if self._session is None:
             self._session = hot_session(token=self._token, keep_alive_s=KEEP_ALIVE_S)
         timeout = timeout or call_timeout(self.patience.timeout_s)

@@ -117,7 +117,6 @@ class JsonRows(DataRows):
         return row
 
     def place(self, index: int) -> str:
-        """Return the row's location: `train.jsonl line 18`, counted from 1, or `train.csv row 17`, counted from 0."""
         number = index
         if self._numbered == "line":
             number = self._text.count(b"\n", 0, int(self._starts[index])) + 1
@@ -141,7 +140,6 @@ class RowSequence(DataRows):
         return row
 
     def place(self, index: int) -> str:
-        """Return the row's location: `my.py:problems row 17`."""
         return f"{self._name} row {index}"
 
 
@@ -163,7 +161,6 @@ class ChainedRows:
         return itertools.chain.from_iterable(part.scan(fields) for part in self._parts)
 
     def unread(self, index: int) -> tuple[str, ...]:
-        """Return the names of the fields that exist in the row's file but were not read."""
         part, within = self._locate(index)
         return part.unread(within)
 
@@ -327,7 +324,6 @@ class ArrowRows:
         return self._ends[-1] if self._ends else 0
 
     def row(self, index: int) -> Row:
-        """Return one row, with None for columns that were not read."""
         number = bisect.bisect_right(self._ends, index)
         within = index - (self._ends[number - 1] if number else 0)
         try:
@@ -337,7 +333,6 @@ class ArrowRows:
         return {**dict.fromkeys(self._also), **{name: without_nulls(value) for name, value in row.items()}}
 
     def scan(self, fields: frozenset[str]) -> Iterator[Row]:
-        """Yield all rows, with only those `fields` that the file has."""
         for batch, end in zip(self._batches, self._ends, strict=True):
             names = [name for name in batch.schema.names if name in fields]
             for first in range(0, batch.num_rows, _AT_A_TIME):
@@ -356,11 +351,9 @@ class ArrowRows:
                     yield dict(zip(names, values, strict=True))
 
     def unread(self, index: int) -> tuple[str, ...]:
-        """Return the names of the file's columns that were not read."""
         return self._also
 
     def place(self, index: int) -> str:
-        """Return the row's location: `train.parquet row 17`, counted from 0."""
         return f"{self._name} row {index}"
 
 

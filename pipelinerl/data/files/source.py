@@ -193,7 +193,6 @@ class RowSource:
         return len(self._epochs)
 
     def problem(self, index: int) -> Problem:
-        """Return problem `index`. Raises `RecipeError` past the end of a validation or held-out split."""
         row = self._row(index)
         with placed(self._rows, row):
             return self._prompts.dress(self._columns.problem(self._rows.row(row), domain=self._domain))

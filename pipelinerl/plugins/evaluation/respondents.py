@@ -181,7 +181,6 @@ class _OfTheContract:
 
     @property
     def sampler(self) -> Sampler:
-        """The sampler for episodes, which is this object."""
         return self
 
     async def complete(
@@ -193,12 +192,10 @@ class _OfTheContract:
         near: str = "",
         on_text: Callable[[str], None] | None = None,
     ) -> Answered:
-        """Send one request of an episode to the engine; return the answer in the format that actors use."""
         answered = await self._complete(request)
         return answered if isinstance(answered, Answered) else Answered(answered, engine)
 
     async def samples(self, order: PromptOrder) -> list[TextAnswer]:
-        """Return all samples that `order` requests, drawn with the same random seeds as in a run."""
         answered = await self._complete(chat_request(order))
         completion = answered.completion if isinstance(answered, Answered) else answered
         return [
@@ -221,7 +218,6 @@ class _OfText:
         return None
 
     async def samples(self, order: PromptOrder) -> list[TextAnswer]:
-        """Return all samples that `order` requests, each drawn with its own seed."""
         async with asyncio.TaskGroup() as group:
             requests = [
                 group.create_task(

@@ -64,7 +64,6 @@ class EngineMemory:
 
     @property
     def total(self) -> int:
-        """Bytes on each device, for all purposes together."""
         return sum(self.parts.values())
 
     @property
@@ -114,7 +113,6 @@ class MemoryPrediction:
 
     @property
     def by_process(self) -> dict[str, TrainerMemory | EngineMemory]:
-        """The memory of each process whose memory can be predicted, by kind of process."""
         memory = {"trainer": self.trainer, "engine": self.engine}
         return {kind: its for kind, its in memory.items() if its is not None}
 

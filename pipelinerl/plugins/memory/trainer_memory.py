@@ -90,12 +90,10 @@ class TrainerMemory:
 
     @property
     def total(self) -> int:
-        """Bytes on the device at the peak."""
         return sum(self.parts.values())
 
     @property
     def least(self) -> int:
-        """Bytes that the trainer needs to start: the same as `total`."""
         return self.total
 
     @property

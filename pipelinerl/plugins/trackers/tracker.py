@@ -188,7 +188,6 @@ class TensorBoardTracker:
         self._restart_at: int | None = None
 
     def log(self, step: int, figures: Mapping[str, float], *, time: float) -> None:
-        """Write the metrics of a step as one record. Raises OSError."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
         self._write(self._event(wall_time=time, step=step, summary=self._summary(value=values)), time)
 
@@ -206,7 +205,6 @@ class TensorBoardTracker:
         self._restart_at = step
 
     def flush(self) -> Bookmark:
-        """Make the logged metrics durable and return the bookmark. Raises OSError."""
         if self._writer is not None:
             self._writer.flush()
         return {"files": {path.name: path.stat().st_size for path in _files(self._directory)}}
@@ -260,7 +258,6 @@ class TrackioTracker:
     """
 
     def __init__(self, section: TrackioSection, run: TrackedRun, bookmark: Bookmark | None) -> None:
-        """Start or continue the run. Raises OSError if that fails."""
         self._newest: dict[str, int] = dict((bookmark or {}).get("newest", {}))
         resume = "never" if bookmark is None else "allow"
         options = dict(section) | {"name": run.name, "config": dict(run.recipe), "resume": resume}
@@ -282,7 +279,6 @@ class TrackioTracker:
         return {"newest": dict(self._newest)}
 
     def close(self) -> None:
-        """Wait until trackio has sent all rows, or its own timeout has passed."""
         self._run.finish()
 
 
@@ -302,7 +298,6 @@ class WandbTracker:
     """
 
     def __init__(self, section: WandbSection, run: TrackedRun, bookmark: Bookmark | None) -> None:
-        """Start or resume the run. Raises OSError if that fails."""
         self._run = import_module("wandb").init(
             **dict(section),
             name=run.name,
@@ -327,9 +322,7 @@ class WandbTracker:
         """Do nothing: W&B keeps the first of two rows of a step."""
 
     def flush(self) -> Bookmark:
-        """Return the bookmark without waiting; the package has taken all rows and writes them in the background."""
         return {"id": self._run.id, "step": self._newest}
 
     def close(self) -> None:
-        """Wait until W&B has sent all rows, or its own timeout has passed."""
         self._run.finish()

@@ -226,7 +226,6 @@ def _chosen(pages: Pages, runs: str) -> list[WatchedRun]:
 
 
 def _summary(watched: WatchedRun) -> dict[str, Any]:
-    """Return the figures of a run that a list of runs shows."""
     view = watched.view
     last = view.recent[-1] if view.recent else {}
     return {

@@ -197,7 +197,6 @@ def learning_chart(history: RunHistory) -> Chart:
 
 
 def _chart(title: str, series: Mapping[str, Series] | Series, *, x_label: str = "step", **options: Any) -> Chart:
-    """Return a chart that draws each series as a line, labelled by its key; line n has colour n."""
     named = {"": series} if isinstance(series, Series) else series
     lines = (Line(series=each, label=label, colour=at) for at, (label, each) in enumerate(named.items(), start=1))
     return Chart(title=title, lines=tuple(lines), x_label=x_label, **options)

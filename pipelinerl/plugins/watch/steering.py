@@ -84,7 +84,6 @@ class Steering:
             return self._status
 
     def close(self) -> None:
-        """Close the connection; the next request opens a new one."""
         with self._lock:
             self._hang_up()
 
@@ -100,7 +99,6 @@ class Steering:
         return "" if self.status() is not None else "no controller answers: the run is not live, or is just starting"
 
     def knobs(self) -> KnobsAnswer:
-        """Return the knobs and the log of their changes."""
         with controller_of(self.run_dir, timeout_s=_TIMEOUT_S) as controller:
             return controller.knobs()
 

@@ -97,7 +97,6 @@ class Feed:
 
     @contextmanager
     def listener(self) -> Iterator[asyncio.Event]:
-        """Yield an asyncio event that is set whenever there are new entries."""
         bell = asyncio.Event()
         with self._lock:
             self._bells[bell] = asyncio.get_running_loop()
@@ -164,7 +163,6 @@ class WatchedRun:
 
     @property
     def loading(self) -> dict[str, float]:
-        """The shares, 0 to 1, of the event log and of the sample files that have been read."""
         return {"events": round(self._log.share, 4), "samples": round(self.samples.share, 4)}
 
     def recipe(self) -> dict[str, Any]:
@@ -307,7 +305,6 @@ class Pages:
         return time.monotonic() - self._noted_at >= STATE_S
 
     def note_states(self) -> None:
-        """Poll all controllers, and record which runs are live."""
         self._noted_at = time.monotonic()
         for run in self.all:
             run.note_state(answers=not run.view.state and run.steering.status(max_age_s=STATE_S) is not None)

@@ -79,7 +79,6 @@ class RunView:
 
     @property
     def step(self) -> int:
-        """Number of the last step taken."""
         return self.steps.bounds[1]
 
     @property

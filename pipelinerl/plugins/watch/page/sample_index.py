@@ -173,7 +173,6 @@ class SampleIndex:
 
     @property
     def share(self) -> float:
-        """Share of the sample files that has been indexed, 0 to 1."""
         return 1.0 - self.unread_bytes / self.total_bytes if self.total_bytes else 1.0
 
     @property
@@ -182,7 +181,6 @@ class SampleIndex:
 
     @property
     def names(self) -> dict[str, list[str]]:
-        """Names of domains, tags and kinds that have occurred."""
         kinds = np.unique(self._groups.all["kind"]).tolist()
         return {
             "domains": sorted(self._domains.names),
@@ -265,7 +263,6 @@ class SampleIndex:
         return stored if stored is not None and _key(stored) == int(row["key"]) else None
 
     def has_signal(self, name: str) -> bool:
-        """Return True if the rewards in the named group differ."""
         place = self._by_key.get(int(name, 16))
         return place is not None and bool(self._groups.all["signal"][place])
 

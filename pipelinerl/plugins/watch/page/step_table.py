@@ -55,7 +55,6 @@ class _Chunk:
         return _Chunk(self.places[:, start:end], self.figures[:, start:end], end - start)
 
     def column(self, index: int) -> Float32:
-        """Return the values of one metric, [count]; NaN where missing."""
         if index >= len(self.figures):
             return np.full(self.count, np.nan, np.float32)
         return self.figures[index, : self.count]

@@ -137,7 +137,6 @@ def _held_out(held_out: HeldOutStatus) -> str:
 
 
 def _fitted(name: str, width: int) -> str:
-    """Pad or truncate a name to exactly `width` columns."""
     text = Text(name)
     text.truncate(width - 1, overflow="ellipsis")
     text.pad_right(width - text.cell_len)

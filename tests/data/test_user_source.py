@@ -72,11 +72,10 @@ def refused(function, **parameters):
 
 
 def test_unusable_user_functions_and_results_are_rejected_with_a_reason():
+    incomplete = [listed()[0], {"prompt": "a"}]
     assert "parameters do not fit listed: got an unexpected keyword argument 'zzz'" in refused(listed, zzz=1)
     assert "must return problems, as dicts with prompt and answer" in refused(lambda: 5)
-    assert 'row 1: field "answer" is missing or null; the row has prompt' in refused(
-        lambda: [listed()[0], {"prompt": "a"}]
-    )
+    assert 'row 1: field "answer" is missing or null; the row has prompt' in refused(lambda: incomplete)
     assert "row 0: expected a dict with prompt and answer, got 'q'" in refused(lambda: ["q"])
     assert "must name a function, got 5" in refused(5)
 
@@ -88,20 +87,13 @@ def test_unusable_user_functions_and_results_are_rejected_with_a_reason():
     assert 'row 0: field "prompt" is empty' in refused(lambda: [{"prompt": " ", "answer": "a"}])
 
 
-@pytest.mark.parametrize("messages", [(), (Message("user", " \n"),), (Message("user", "q"), Message("user", ""))])
-def test_problem_with_an_empty_question_is_rejected(messages):
-    class Silent:
+def test_problem_with_an_empty_question_is_rejected_and_one_with_an_empty_tool_result_accepted():
+    class Said:
+        messages = (Message("user", "q"), Message("tool", ""))
+
         def problem(self, index):
-            return Problem(problem_id="p7", domain="mine", messages=messages, ground_truth="a")
+            return Problem(problem_id="p7", domain="mine", messages=self.messages, ground_truth="a")
 
-    assert "p7 has no question: it has no message, or the last one is empty" in refused(Silent)
-
-
-def test_problem_whose_last_message_is_an_empty_tool_result_is_accepted():
-    class Called:
-        def problem(self, index):
-            return Problem(
-                problem_id="p", domain="mine", messages=(Message("user", "q"), Message("tool", "")), ground_truth="a"
-            )
-
-    assert source(Called).problem(0).messages[-1].content == ""
+    assert source(Said).problem(0).messages == Said.messages
+    for Said.messages in ((), (Message("user", " \n"),), (Message("user", "q"), Message("user", ""))):
+        assert "p7 has no question: it has no message, or the last one is empty" in refused(Said)

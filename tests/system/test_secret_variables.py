@@ -22,15 +22,8 @@ def test_role_keeps_its_secrets_from_the_programs_that_it_starts(tmp_path, monke
     for name, value in {**secrets, "SEARCH_KEY": "the agent's own"}.items():
         monkeypatch.setenv(name, value)
     judge = {"url": "http://127.0.0.1:9", "model": "m", "key_variable": "JUDGE_KEY"}
-    save(
-        (
-            parse(
-                to_table(load("tiny"))
-                | {"domains": [{"name": "d", "source": "s", "verifier": "judge", "judge": judge}]}
-            )
-        ),
-        tmp_path / "recipe.toml",
-    )
+    domain = {"name": "d", "source": "s", "verifier": "judge", "judge": judge}
+    save(parse(to_table(load("tiny")) | {"domains": [domain]}), tmp_path / "recipe.toml")
     seen = []
 
     async def main(identity):
@@ -40,8 +33,7 @@ def test_role_keeps_its_secrets_from_the_programs_that_it_starts(tmp_path, monke
         assert {name: read_secret(name) for name in secrets} == secrets
 
     monkeypatch.setattr("pipelinerl.roles.process.Identity.log", lambda self: None)
-    catalogue.run_role(
-        "actor", RoleOptions(name="actor-0", recipe=str(tmp_path / "recipe.toml"), run_dir=tmp_path), main
-    )
+    options = RoleOptions(name="actor-0", recipe=str(tmp_path / "recipe.toml"), run_dir=tmp_path)
+    catalogue.run_role("actor", options, main)
     assert "hunter2" not in seen[0]
     assert "SEARCH_KEY" in seen[0], "users name the keys of their own agents as they like"

@@ -67,10 +67,7 @@ def test_check_accepts_every_shipped_recipe(recipe):
     ("overrides", "key"),
     [
         (["sampling.top_p=0.9", "engine.type=vllm"], "engine.type 'vllm'"),
-        (
-            ["sampling.top_k=20", "engine.type=vllm_server", "engine.servers=['http://h:1']"],
-            "engine.type 'vllm_server'",
-        ),
+        (["sampling.top_k=20", "engine.type=vllm_server", "engine.servers=['http://h:1']"], "type 'vllm_server'"),
         (["sampling.top_p=0.9", "elastic.types.vllm.max=1"], "elastic.types 'vllm'"),
     ],
 )
@@ -94,9 +91,9 @@ def test_check_shows_the_file_of_a_user_reward_and_its_verdicts_on_trial_answers
     )
 
 
-def of_two_sizes(size):
+def of_two_sizes(size, *overrides):
     """Return the shipped recipe with groups of 8, and a second domain with groups of `size`."""
-    config = load("tiny", QUICK)
+    config = load("tiny", [*QUICK, *overrides])
     first = config.domains[0]
     second = first.model_copy(update={"name": "second", "group_size": size})
     return config.model_copy(update={"domains": (first, second)})
@@ -179,18 +176,6 @@ def test_check_of_a_gpu_recipe_fails_here_and_passes_for_another_machine():
     assert there.exit_code == 0 and "the recipe can run" in there.output
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["objective=ppo", "critic.warmup_steps=3", "critic.clip=inf"],
-        ["objective=ppo_tis", "training.old_logprobs=sampling_weights"],
-        ["objective=ppo", "critic.schedule=cosine", "critic.rate_warmup_steps=2", "critic.final_fraction=0.1"],
-    ],
-)
-def test_check_accepts_valid_trainer_settings(overrides):
-    refuse(load("tiny", overrides))
-
-
 def test_check_before_a_run_imports_neither_torch_nor_transformers():
     """`pipelinerl run` calls `refuse` in the launcher's process, which must use little memory while the run lasts."""
     script = (
@@ -230,10 +215,7 @@ def not_a_number(path):
     [
         (without("tokenizer.json"), "lacks tokenizer.json"),
         (without("model.safetensors"), r"lacks \*.safetensors"),
-        (
-            lambda path: os.truncate(path / "model.safetensors", 100_000),
-            "is no safetensors file: a tensor ends at byte",
-        ),
+        (lambda path: os.truncate(path / "model.safetensors", 100_000), "is no safetensors file: a tensor ends at"),
         (rewritten("model.safetensors", b"x" * 1000), "is no safetensors file: .*; copy it again"),
         (rewritten("config.json", b"[]"), "config.json"),
         (rewritten("config.json", b'{"model_type": "zzz"}'), "'zzz'|`zzz`"),
@@ -306,7 +288,12 @@ def test_check_rejects_a_context_in_which_rotary_angles_depend_on_the_texts_leng
             list(findings(load("tiny", [*QUICK, *changed])))
 
 
-SPELLING = {"source": "reasoning_gym:spell_backward", "verifier": "reasoning_gym", "parameters": {}}
+TURNS = {"preset": "grpo", "adv": {"credit": "turns"}}
+
+
+def spelling(objective, **domain):
+    config = with_domain(source="reasoning_gym:spell_backward", verifier="reasoning_gym", **domain)
+    return config.model_copy(update={"objective": objective})
 
 
 @pytest.mark.parametrize(
@@ -315,28 +302,12 @@ SPELLING = {"source": "reasoning_gym:spell_backward", "verifier": "reasoning_gym
         (with_domain(source="addition", verifier="reasoning_gym"), "d:[0-9a-f]+: not a reasoning-gym problem"),
         (
             with_domain(source="reasoning_gym:countdown", verifier="reasoning_gym"),
-            "domains.d: d:[0-9a-f]+: reasoning-gym's scorer of countdown runs answers as code",
+            "scorer of countdown runs answers as",
         ),
-        (
-            of_two_sizes(4).model_copy(update={"objective": "gfpo"}),
-            r"objective\.adv\.keep \(8\) must be below sampling\.group_size \(8\)",
-        ),
-        (
-            of_two_sizes(1).model_copy(update={"objective": "grpo"}),
-            r"objective\.adv\.baseline mean needs groups, and domains\.second\.group_size is 1",
-        ),
-        (
-            with_domain(**SPELLING, reward={"mean": "group"}, group_size=1).model_copy(
-                update={"objective": "decoupled_ppo"}
-            ),
-            r"domains\.d\.reward\.mean group needs groups",
-        ),
-        (
-            with_domain(**SPELLING, reward={"scale": 2.0}).model_copy(
-                update={"objective": {"preset": "grpo", "adv": {"credit": "turns"}}}
-            ),
-            r"domains\.d\.reward: mean, std, low, high and scale change",
-        ),
+        (of_two_sizes(4, "objective=gfpo"), r"objective\.adv\.keep \(8\) must be below sampling\.group_size \(8\)"),
+        (of_two_sizes(1, "objective=grpo"), r"adv\.baseline mean needs groups, and domains\.second\.group_size is 1"),
+        (spelling("decoupled_ppo", reward={"mean": "group"}, group_size=1), r"domains\.d\.reward\.mean group needs"),
+        (spelling(TURNS, reward={"scale": 2.0}), r"domains\.d\.reward: mean, std, low, high and scale change"),
     ],
 )
 def test_check_rejects_settings_that_do_not_fit_each_other(config, sentence):
@@ -381,9 +352,7 @@ def test_check_warns_of_a_few_prompts_that_exceed_the_context_and_rejects_many_s
     sentence = r"training: \d\.\d% of 256 prompts of domain d do not fit, the longest with \d+ tok"
     assert re.match(sentence, said(few, "warning")[0])
     many = with_domain(**file_of(tmp_path / "many.jsonl", long=100))
-    with pytest.raises(
-        RecipeError, match=r"\d\d% of 256 prompts of domain d do not fit; raise it, or lower max_tokens"
-    ):
+    with pytest.raises(RecipeError, match=r"\d\d% of 256 prompts of domain d do not fit; raise it, or lower max_to"):
         list(findings(many))
     roomy = with_domain(**file_of(tmp_path / "few.jsonl", long=16), max_tokens=1)
     assert not [text for text in said(roomy, "warning") if text.startswith("training")]
@@ -398,9 +367,7 @@ def test_check_rejects_more_evaluation_problems_than_the_data_holds(tmp_path):
     rows = [text for part, text in results if part == "rows"]
     assert rows[0].startswith("training, domains.d: 101 rows read: ") and "1 dropped as duplicates" in rows[0]
     assert rows[1].startswith("held out, domains.d: 101 rows read: ")
-    with pytest.raises(
-        RecipeError, match=r"holds \d+ problems; lower evaluation.problems, or add rows to held_out_path"
-    ):
+    with pytest.raises(RecipeError, match=r"holds \d+ problems; lower evaluation.problems, or add rows to held_out_"):
         list(findings(parse(table | {"evaluation": {"problems": 100}})))
     assert dict(findings(parse(table | {"evaluation": {"problems": 0}})))["held out"] == "no problems"
 
@@ -408,9 +375,7 @@ def test_check_rejects_more_evaluation_problems_than_the_data_holds(tmp_path):
 def objective_lines(*overrides):
     """Return the findings of `check` about the objective, and its warnings."""
     results = list(findings(load("tiny", [*QUICK, *overrides])))
-    return [text for part, text in results if part == "objective"], [
-        text for part, text in results if part == "warning"
-    ]
+    return [[text for part, text in results if part == wanted] for wanted in ("objective", "warning")]
 
 
 def test_check_shows_the_resolved_objective_and_its_differences_from_the_preset():

@@ -79,10 +79,8 @@ def test_error_for_a_run_without_a_controller_says_in_what_state_the_run_is(tmp_
     (tmp_path / "recipe.toml").write_text("")
     write_layout(tmp_path)
     assert error_for(tmp_path) == f"it is starting or has crashed; pipelinerl run --resume {tmp_path} continues it"
-    for kind, words in (
-        ("run_finished", "it has finished (done)"),
-        ("run_suspended", "it has ended (done); pipelinerl run"),
-    ):
+    endings = (("run_finished", "it has finished (done)"), ("run_suspended", "it has ended (done); pipelinerl run"))
+    for kind, words in endings:
         (tmp_path / "events.jsonl").write_text(json.dumps({"kind": kind, "time": 1, "reason": "done"}) + "\n")
         assert error_for(tmp_path).startswith(words)
 

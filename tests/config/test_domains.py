@@ -22,15 +22,9 @@ def with_domain(**domain):
 
 
 def test_domain_overrides_the_prompt_and_sampling_settings_of_the_run():
-    (domain,) = with_domain(
-        system_prompt="s",
-        prompt_template="Say {prompt}",
-        few_shot=SHOTS,
-        chat_template_kwargs={"enable_thinking": False},
-        stop=["\n"],
-        max_tokens=7,
-        temperature=0.5,
-    ).domains
+    prompts = {"system_prompt": "s", "prompt_template": "Say {prompt}", "few_shot": SHOTS}
+    sampling = {"chat_template_kwargs": {"enable_thinking": False}, "stop": ["\n"], "max_tokens": 7, "temperature": 0.5}
+    (domain,) = with_domain(**prompts, **sampling).domains
     assert domain.prompts.system == "s" and domain.prompts.few_shot[1] == Message("assistant", "2")
     assert domain.prompts.template.render({"prompt": "x"}) == "Say x"
     own = domain.sampling
@@ -41,10 +35,7 @@ def test_domain_overrides_the_prompt_and_sampling_settings_of_the_run():
 @pytest.mark.parametrize(
     ("domain", "sentence"),
     [
-        (
-            {"prompt_template": "{{ x"},
-            r"domains\.d\.prompt_template: prompt_template is not a valid Jinja template: line 1",
-        ),
+        ({"prompt_template": "{{ x"}, r"domains\.d\.prompt_template: prompt_template is not a valid Jinja template"),
         ({"few_shot": SHOTS[:1]}, r"domains\.d: few_shot must end with the assistant's answer, got 'user' last"),
         ({"few_shot": [{"role": "bot", "content": ""}]}, r"domains\.d\.few_shot\.0\.role: .* got 'bot'"),
         (
@@ -104,10 +95,7 @@ def test_error_names_an_unreadable_few_shot_file(text, sentence, tmp_path):
 
 def sized(sizes, *overrides):
     """Return the shipped recipe with one domain for each group size in `sizes`."""
-    domains = [
-        {"name": name, "source": "addition"} | ({} if size is None else {"group_size": size})
-        for name, size in sizes.items()
-    ]
+    domains = [{"name": name, "source": "addition", "group_size": size} for name, size in sizes.items()]
     return parse(overridden(to_table(load("tiny")) | {"domains": domains}, overrides))
 
 
@@ -125,12 +113,7 @@ def test_domain_group_size_overrides_that_of_the_run():
         ({"a": 6, "b": 6}, [], "training.rollouts_per_step (256) must be a multiple of domains.a.group_size (6)"),
         ({"a": 4, "b": 512}, [], "training.rollouts_per_step (256) must be at least domains.b.group_size (512)"),
         ({"a": 4, "b": None}, ["engine.max_waiting=7"], "engine.max_waiting (7) must be at least sampling.group_size"),
-        (
-            {"a": 2, "b": None},
-            ["streams.max_groups=100"],
-            "streams.max_groups (100) must be at least the 128 groups of a step (training.rollouts_per_step / "
-            "domains.a.group_size)",
-        ),
+        ({"a": 2}, ["streams.max_groups=100"], "streams.max_groups (100) must be at least the 128 groups of a step"),
         ({"a": 0}, [], "domains.a.group_size: Input should be greater than or equal to 1, got 0"),
     ],
 )
@@ -150,13 +133,7 @@ def test_judge_key_is_absent_from_repr_and_saved_recipe(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "uses_services"),
-    [
-        ([], False),
-        (["verification.services=2"], True),
-        (["verification.judged_in=services"], True),
-        (["verification.judged_in=actors"], False),
-    ],
+    ("change", "uses"), [("services=2", True), ("judged_in=services", True), ("services=0", False)]
 )
-def test_answers_are_judged_by_verifier_services_if_the_recipe_starts_or_chooses_such_services(changes, uses_services):
-    assert load("tiny", changes).verification.uses_services is uses_services
+def test_answers_are_judged_by_verifier_services_if_the_recipe_starts_or_chooses_such_services(change, uses):
+    assert load("tiny", [f"verification.{change}"]).verification.uses_services is uses

@@ -24,27 +24,17 @@ def recipe(*sets, overrides=()):
 
 
 def test_recipe_without_evaluation_sets_gets_an_evaluation_set_named_after_its_split():
-    (only,) = recipe(
-        overrides=("evaluation.problems=7", "evaluation.samples=2", "evaluation.temperature=1")
-    ).evaluation_sets
+    changed = ("evaluation.problems=7", "evaluation.samples=2", "evaluation.temperature=1")
+    (only,) = recipe(overrides=changed).evaluation_sets
     assert (only.name, only.domains, only.problems, only.samples) == ("held_out", ("a", "b"), 7, 2)
     (only,) = recipe(overrides=("evaluation.split=validation",)).evaluation_sets
     assert (only.name, only.split, only.interval_steps) == ("validation", "validation", None)
 
 
 def test_evaluation_set_can_override_each_setting_of_the_evaluation_section_separately():
-    config = recipe(
-        {"name": "quick", "problems": 8},
-        {
-            "name": "hard",
-            "domains": ["benchmark"],
-            "interval_steps": 200,
-            "samples": 4,
-            "temperature": 1.0,
-            "pass_at": [4],
-        },
-        overrides=("evaluation.problems=30", "evaluation.max_tokens=9"),
-    )
+    often = {"interval_steps": 200, "samples": 4, "temperature": 1.0, "pass_at": [4]}
+    sets = ({"name": "quick", "problems": 8}, {"name": "hard", "domains": ["benchmark"], **often})
+    config = recipe(*sets, overrides=("evaluation.problems=30", "evaluation.max_tokens=9"))
     quick, hard = config.evaluation_sets
     assert (quick.problems, quick.samples, quick.interval_steps, quick.place) == (8, 1, None, 0)
     assert (hard.problems, hard.samples, hard.interval_steps, hard.place) == (30, 4, 200, 1)

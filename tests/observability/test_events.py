@@ -99,13 +99,8 @@ def test_event_log_on_a_full_disk_writes_its_records_once_there_is_space_or_rais
         "place = pathlib.Path(sys.argv[1])\ngetattr(scenes, sys.argv[2])(place, place / 'events.jsonl')"
     )
     words = [sys.executable, "-c", code, str(tmp_path), scene.__name__]
-    ended = subprocess.run(
-        [*small_disk.command(tmp_path, size="128k"), *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    command = [*small_disk.command(tmp_path, size="128k"), *words]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 0, ended.stderr
 
 

@@ -37,11 +37,8 @@ def test_encoded_sample_group_never_exceeds_its_byte_limit(most_bytes):
     line = encode(group(1, *(answer("\x00" * 10**6, reason="r" * 10**5) for _ in range(8))), most_bytes=most_bytes)
     assert line is not None and len(line) <= most_bytes
     kept = decode(line[:-1])
-    assert (
-        kept is not None
-        and len(kept.answers) == 8
-        and all(len(each.text) < 2 * MOST_CHARACTERS for each in kept.answers)
-    )
+    assert kept is not None and len(kept.answers) == 8
+    assert all(len(each.text) < 2 * MOST_CHARACTERS for each in kept.answers)
 
 
 @pytest.mark.parametrize("line", [b"", b"{", b"null", b"[1]", b'{"kind": "other"}', b"\xff\xfe", b"[" * 100_000])
@@ -51,11 +48,8 @@ def test_malformed_sample_line_decodes_to_none(line):
 
 def test_shortened_token_list_of_a_sample_keeps_its_first_and_last_tokens():
     count = 10_000
-    tokens = AnswerTokens(
-        tokens=TokenTexts(ids=tuple(range(count)), texts=("t",) * count),
-        versions=(1,) * count,
-        logprobs=(-0.5,) * count,
-    )
+    texts = TokenTexts(ids=tuple(range(count)), texts=("t",) * count)
+    tokens = AnswerTokens(tokens=texts, versions=(1,) * count, logprobs=(-0.5,) * count)
     line = encode(group(1, answer(tokens=tokens), prompt_tokens=tokens.tokens), most_bytes=2**20)
     assert line is not None
     kept = decode(line)
@@ -80,6 +74,15 @@ def log_in(path, *, max_bytes=MAX_BYTES):
     return SampleLog(path / "samples", "training", max_bytes=max_bytes)
 
 
+def logged(path, *makes):
+    """Return a closed log to which these functions, which make groups, were put."""
+    log = log_in(path)
+    for make in makes:
+        log.put(make)
+    log.close()
+    return log
+
+
 def test_sample_log_stays_within_its_size_limit_and_keeps_the_newest_samples(tmp_path):
     sizes, last = [], 0
     for life in range(3):  # three writers, one after another, each of which starts a new file
@@ -99,11 +102,10 @@ def test_sample_log_stays_within_its_size_limit_and_keeps_the_newest_samples(tmp
     assert steps == list(range(301 - len(steps), 301)), "the newest samples are kept, without a gap"
 
 
-def test_oversized_sample_group_is_dropped_and_the_next_group_is_kept(tmp_path):
-    log = log_in(tmp_path)
-    log.put(lambda: [group(1, *(answer() for _ in range(500))), group(2)])
-    log.close()
+def test_oversized_sample_group_is_dropped_and_the_next_group_is_kept_for_its_owner_only(tmp_path):
+    log = logged(tmp_path, lambda: [group(1, *(answer() for _ in range(500))), group(2)])
     assert [each.step for each in read_samples(tmp_path)] == [2] and log.left_out == 1
+    assert [file.stat().st_mode & 0o777 for file in (tmp_path / "samples").glob("*")] == [0o600]
 
 
 def test_putting_a_sample_into_the_log_does_not_wait_for_a_slow_writer(tmp_path):
@@ -124,45 +126,26 @@ def test_putting_a_sample_into_the_log_does_not_wait_for_a_slow_writer(tmp_path)
 
 
 def test_incomplete_last_line_of_the_sample_log_is_skipped_by_readers_and_not_continued_by_writers(tmp_path):
-    first = log_in(tmp_path)
-    first.put(lambda: [group(1)])
-    first.close()
+    logged(tmp_path, lambda: [group(1)])
     (torn,) = (tmp_path / "samples").glob("*")
     with torn.open("ab") as file:
         file.write(b'{"kind":"trained","st')
-    second = log_in(tmp_path)
-    second.put(lambda: [group(2)])
-    second.close()
+    logged(tmp_path, lambda: [group(2)])
     assert [each.step for each in read_samples(tmp_path)] == [1, 2]
 
 
 def test_samples_are_dropped_without_an_error_if_their_directory_is_unusable(tmp_path):
     (tmp_path / "samples").write_text("in the way")
-    log = log_in(tmp_path)
-    log.put(lambda: [group(1)])
-    log.put(lambda: [group(2)])
-    log.close()
-    assert log.left_out == 2
+    assert logged(tmp_path, lambda: [group(1)], lambda: [group(2)]).left_out == 2
 
 
 def test_sample_whose_construction_raises_is_dropped_and_later_samples_are_kept(tmp_path, caplog):
-    log = log_in(tmp_path)
-
     def make():
         raise RuntimeError("the tokenizer is borrowed")
 
-    log.put(make)
-    log.put(lambda: [group(2)])
-    log.close()
+    log = logged(tmp_path, make, lambda: [group(2)])
     assert log.left_out == 1 and [each.step for each in read_samples(tmp_path)] == [2]
     assert "RuntimeError: the tokenizer is borrowed" in caplog.text
-
-
-def test_sample_files_are_readable_by_their_owner_only(tmp_path):
-    log = log_in(tmp_path)
-    log.put(lambda: [group(1)])
-    log.close()
-    assert [file.stat().st_mode & 0o777 for file in (tmp_path / "samples").glob("*")] == [0o600]
 
 
 GROUPS = [

@@ -34,13 +34,8 @@ STATUS = RunStatus(
     epoch=2,
     last_step=LastStepStatus(reward=0.7321, staleness_mean=2.3, staleness_max=5),
     held_out=HeldOutStatus(
-        accuracy=0.614,
-        low=0.57,
-        high=0.65,
-        version=100,
-        one_version=True,
+        accuracy=0.614, low=0.57, high=0.65, version=100, one_version=True, first=0.18,
         pass_at=(PassAtStatus(k=8, value=0.8, low=0.75, high=0.85),),
-        first=0.18,
     ),
     evaluating=EvaluatingStatus(
         model_version=110, pin="engine", engine="http://127.0.0.1:4124", answered=17, problems=64, discarded=2
@@ -61,7 +56,7 @@ STATUS = RunStatus(
     waiting_for="3 more groups for step 121",
     elapsed_s=222.0,
     eta_s=318.4,
-)
+)  # fmt: skip
 HEADLINES = ("120/300", "0.732", "61.4%", "5 min 18 s", "2.3", "1.2 ms", "93%", "3 more groups for step 121")
 
 
@@ -93,12 +88,7 @@ def test_status_shows_each_further_evaluation_set_with_its_name():
 
 def test_status_with_unknown_fields_can_be_read():
     status = RunStatus.from_json(b'{"run": "x", "phase": "evaluating", "field_of_tomorrow": [1]}')
-    assert (status.run, status.phase, status.last_step.reward, status.fleet.engines) == (
-        "x",
-        StatusPhase.EVALUATING,
-        None,
-        (),
-    )
+    assert status == RunStatus(run="x", phase=StatusPhase.EVALUATING)
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"run": 3}', b'{"run": "x", "phase": "dancing"}'])
@@ -135,15 +125,17 @@ def test_terminal_cursor_is_restored_after_an_error():
     assert "\x1b[?25h" in out.getvalue(), "the escape sequence that shows the cursor again"
 
 
-def test_piped_output_gets_a_status_line_at_intervals_and_when_the_phase_of_the_run_changes():
+def test_piped_output_gets_a_status_line_at_intervals_and_when_an_alarm_or_the_phase_of_the_run_changes():
     out, now = io.StringIO(), [0.0]
     with ProgressDisplay(Console(file=out, width=40), line_every_s=5.0, clock=lambda: now[0]) as progress:
         for _ in range(30):
             progress.show(STATUS)
             now[0] += 1.0
+        for alarms in (("too long",), ("too long",), ()):
+            progress.show(msgspec.structs.replace(STATUS, alarms=alarms))
         progress.show(RunStatus(run="tiny", phase=StatusPhase.FINISHED, held_out=HeldOutStatus(accuracy=0.614)))
     lines = out.getvalue().splitlines()
-    assert len(lines) == 7
+    assert ["ALARM" in each for each in lines] == [False] * 6 + [True, False, False]
     assert lines[0].startswith("[tiny] training 120/300 · ")
     assert all(text in lines[0] for text in HEADLINES)
     assert "\x1b" not in out.getvalue()
@@ -168,15 +160,8 @@ def test_durations_are_displayed_with_at_most_two_units(seconds, text):
 def test_status_shows_the_metrics_and_alarms_of_each_domain():
     figures = {"reward": 0.5, "reward.format": 0.25, "accuracy": 0.4, "length_mean": 12.34, "truncated": 0.3}
     verified = {"stale": 0.0, "verifier_s": 0.002, "verifier_errors": 3.0}
-    step = LastStepStatus(
-        reward=0.5,
-        entropy=0.456,
-        exact_entropy=0.512,
-        length_mean=12.34,
-        truncated=0.3,
-        by_domain={"words": figures | verified, "sums": {"stale": 1.0}},
-        by_tag={"level=3": {"reward": 0.125}},
-    )
+    by = {"by_domain": {"words": figures | verified, "sums": {"stale": 1.0}}, "by_tag": {"level=3": {"reward": 0.125}}}
+    step = LastStepStatus(reward=0.5, entropy=0.456, exact_entropy=0.512, length_mean=12.34, truncated=0.3, **by)
     status = msgspec.structs.replace(STATUS, last_step=step, alarms=("30% of the answers of words are cut",))
     block = shown(status)
     for text in ("0.456, exact 0.512", "12.3 tokens, 30% truncated", "words", "right 40%", "alarm 30% of the answers"):
@@ -187,15 +172,6 @@ def test_status_shows_the_metrics_and_alarms_of_each_domain():
     assert (sums, level) == ("sums: stale 100%", "tag level=3: reward 0.125")
     assert "ALARM 30% of the answers of words are cut" in line(status) and "ALARM" not in line(STATUS)
     assert RunStatus.from_json(status.to_json()) == status
-
-
-def test_piped_output_gets_a_status_line_when_an_alarm_starts_or_ends():
-    out = io.StringIO()
-    progress = ProgressDisplay(Console(file=out, width=200), line_every_s=1000.0)
-    with progress:
-        for alarms in ((), (), ("too long",), ("too long",), ()):
-            progress.show(msgspec.structs.replace(STATUS, alarms=alarms))
-    assert ["ALARM" in each for each in out.getvalue().splitlines()] == [False, True, False]
 
 
 def test_incidents_are_lines_with_their_number_duration_and_cause():

@@ -16,13 +16,9 @@ from pipelinerl.training.canary_check import ROUTED_APART, TOLERANCES
 from trainer_contract.types import RoutingShape
 
 QWEN3_30B: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 48,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "dtype": "bfloat16",
-    "vocab_size": 64,
-}
+    "model_type": "qwen3_moe", "num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8,
+    "dtype": "bfloat16", "vocab_size": 64,
+}  # fmt: skip
 REPLAYED = "trainer.routing_replay=rollout"
 
 

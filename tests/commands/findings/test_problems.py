@@ -35,7 +35,7 @@ def config_of(tmp_path, *rows, model=None, **domain):
         (
             {"prompt": "a", "answer": " $ "},
             {},
-            "the ground truth ' $ ' is empty, but math_answer compares answers with it",
+            "the ground truth ' $ ' is empty, but math_answer compares answers with",
         ),
         ({"prompt": "a", "answer": "9" * 4001}, {}, "the ground truth has 4001 characters, and math_answer takes"),
         ({"prompt": "a", "answer": "b"}, {"verifier": "oubliette"}, "has no tests: its metadata must have one of"),

@@ -100,10 +100,7 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
         OrdersEnded(epoch=1, model_version=6, consumed=CONSUMED, again=[7]),
         {"epoch": 1, "model_version": 6, "consumed": ACCOUNT, "again": [7]},
     ),
-    (
-        Starving(epoch=1, model_version=6, held=[3, 4]),
-        {"epoch": 1, "model_version": 6, "held": [3, 4]},
-    ),
+    (Starving(epoch=1, model_version=6, held=[3, 4]), {"epoch": 1, "model_version": 6, "held": [3, 4]}),
     (
         Published(
             epoch=1, model_version=6, membership=2, pauses_s={"http://a": 0.25}, failed={"http://b": "gone"},
@@ -129,14 +126,8 @@ WIRE: list[tuple[ControlMessage, dict[str, Any]]] = [
         Checkpointed(epoch=1, model_version=6, path="c", stall_s=0.5),
         {"epoch": 1, "model_version": 6, "path": "c", "stall_s": 0.5},
     ),
-    (
-        CheckpointDelayed(epoch=1, model_version=6, reason="no"),
-        {"epoch": 1, "model_version": 6, "reason": "no"},
-    ),
-    (
-        TrainerStopped(epoch=1, model_version=6, left=True),
-        {"epoch": 1, "model_version": 6, "left": True},
-    ),
+    (CheckpointDelayed(epoch=1, model_version=6, reason="no"), {"epoch": 1, "model_version": 6, "reason": "no"}),
+    (TrainerStopped(epoch=1, model_version=6, left=True), {"epoch": 1, "model_version": 6, "left": True}),
     (
         TrainerLeaving(report_id="leave-a", epoch=1, model_version=6, consumed=CONSUMED),
         {"report_id": "leave-a", "epoch": 1, "model_version": 6, "consumed": ACCOUNT},

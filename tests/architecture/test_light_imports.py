@@ -37,11 +37,7 @@ def _modules(*rooms):
     [
         _modules("inference_contract"),
         _modules("trainer_contract"),
-        [
-            name
-            for name in _modules("config", "registry")
-            if name in ("pipelinerl.config.recipe", "pipelinerl.registry")
-        ],
+        ["pipelinerl.config.recipe", "pipelinerl.registry"],
         _modules("objective", "values", "observability"),
         [name for name in _modules("launch") if name != "launch.reaper"],
     ],

@@ -29,9 +29,7 @@ def test_benchmark_metrics_are_computed_from_the_events_of_training_steps():
     assert (row["reward"], row["area"]) == (pytest.approx(0.4), pytest.approx(0.25))
     assert row["discarded"] == pytest.approx(40 / (40 + 360))
     assert row["tokens_per_s"] == pytest.approx(360 / 4), "the first step began one second before it ended"
-    assert row["by_samples"][0] == (0.0, 0.0, 8.0, 16.0), (
-        "each reward stands where the version that sampled it was made"
-    )
+    assert row["by_samples"][0] == (0.0, 0.0, 8.0, 16.0), "a reward stands where its version was made"
     assert row["by_seconds"][0] == pytest.approx((0.0, 0.0, 1.0, 2.0))
 
 
@@ -76,10 +74,8 @@ def test_recorded_benchmark_runs_are_not_repeated(trained):
     jobs = [Job("a", 0, "tiny", ("x=1",)), Job("a", 1, "tiny", ("x=1",))]
 
     def values(*jobs):  # without repeats, which a busy machine would cause
-        return [
-            row["value"]
-            for row in measured("b", jobs, lambda job, run: {"value": job.seed}, quick=False, repeats=False)
-        ]
+        rows = measured("b", jobs, lambda job, run: {"value": job.seed}, quick=False, repeats=False)
+        return [row["value"] for row in rows]
 
     assert values(jobs[0]) == [0]
     assert values(*jobs) == [0, 1]
@@ -89,9 +85,7 @@ def test_recorded_benchmark_runs_are_not_repeated(trained):
     assert kept == [(0, ["x=2"]), (1, ["x=1"])], "a run replaces the earlier run of its arm and seed only"
 
 
-def test_benchmark_run_disturbed_by_other_processes_is_repeated_once_and_the_less_disturbed_run_is_kept(
-    trained, monkeypatch
-):
+def test_benchmark_run_disturbed_by_other_processes_is_repeated_once_and_the_better_one_kept(trained, monkeypatch):
     others = iter((0.9, 0.5, 0.0))
 
     class Meter:
@@ -103,7 +97,5 @@ def test_benchmark_run_disturbed_by_other_processes_is_repeated_once_and_the_les
     measured("b", jobs[:1], lambda job, run: {}, quick=False)
     for _ in range(2):
         rows = measured("b", jobs, lambda job, run: {}, quick=False)
-    assert [each[:2] for each in trained] == ["a0", "a0", "b0"], (
-        "the second run of a was disturbed, too, and is accepted"
-    )
+    assert [each[:2] for each in trained] == ["a0", "a0", "b0"], "the second run of a, disturbed too, is accepted"
     assert [row["others"] for row in rows] == [0.5, 0.0]

@@ -10,10 +10,9 @@ import torch
 
 from benchmarks import gpu_check
 from benchmarks.gpu_device import QUICK, save_model
-from benchmarks.gpu_trainer import check_attention, layers as attention_layers, random_batch, step_flops
+from benchmarks.gpu_trainer import random_batch, step_flops
 from benchmarks.measure import Row
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape
-from tests.fakes.varlen_kernel import varlen_attention
 from trainer_contract.batch import check as check_batch
 
 CPU = torch.device("cpu")
@@ -52,22 +51,6 @@ def test_gpu_check_rehearsal_measures_speeds_and_memory_of_plausible_magnitude(p
     assert 0 < result[figure] < 10, "only the order of magnitude is certain on a busy CPU"
 
 
-def test_gpu_check_rehearsal_reuses_prompt_prefixes_from_the_kv_cache(folder):
-    _, result = gpu_check.attempt("continued", folder, SMALL, CPU)
-    assert result["fp32_max"] < 1e-4 and result["found"] >= 0.8
-
-
-def test_gpu_check_finds_that_the_varlen_kernel_and_attention_in_padded_buckets_agree():
-    """The kernel is a verified fake in fp32, because the real check needs CUDA."""
-    scale = replace(SMALL, segment=24)
-    layers = {each.name: each for each in attention_layers(varlen_attention, scale, CPU, torch.float32)}
-    for layer in layers.values():
-        apart = layer.apart()
-        assert 0 < apart["varlen"] < 1e-5 and apart["buckets"] == 0.0
-    assert len(layers["shared"].drawn[0]) < 0.7 * layers["shared"].tokens
-    assert check_attention(Path(), scale, CPU)[1] == {"checked": False}
-
-
 @pytest.mark.slow
 def test_gpu_check_rehearsal_runs_to_the_end_and_records_each_part(tmp_path, capsys):
     assert gpu_check.main(["--device", "cpu", "--quick", "--results", str(tmp_path)]) == 0
@@ -77,15 +60,14 @@ def test_gpu_check_rehearsal_runs_to_the_end_and_records_each_part(tmp_path, cap
     assert all(f"gpu_check: {part} …" in messages for part in checks)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, TypeError, AttributeError, ImportError, AssertionError])
-def test_gpu_check_part_that_raises_an_error_is_recorded_as_failed(error, monkeypatch):
+def test_gpu_check_part_that_raises_an_error_is_recorded_as_failed(monkeypatch):
     def broken(*_):
-        raise error("no kernel image is available\nlong story")
+        raise AttributeError("no kernel image is available\nlong story")
 
     monkeypatch.setattr(gpu_check, "CHECKS", {"decode": broken})
     ((row,), result) = gpu_check.attempt("decode", Path(), SMALL, CPU)
     assert (row.name, row.met) == ("decode failed", False)
-    assert str(row.value).startswith(f"{error.__name__}: ") and "long story" not in str(row.value)
+    assert str(row.value).startswith("AttributeError: ") and "long story" not in str(row.value)
     assert "long story" in result["failed"]
 
 

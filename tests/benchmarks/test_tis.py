@@ -1,17 +1,12 @@
-"""The TIS benchmark compares the objectives of Yao et al. 2025; its metrics come from step events."""
+"""The TIS benchmark compares the objectives of Yao et al. 2025."""
 
 import numpy as np
 import pytest
 
-from benchmarks.arms import FinishedRun, Job
-from benchmarks.tis import ARMS, RECIPE, figures
+from benchmarks.tis import ARMS, RECIPE
 from pipelinerl.config.recipe import load
 from pipelinerl.enums import WeightFormat
-from pipelinerl.numerics import causes
 from pipelinerl.objective.presets import resolve
-from pipelinerl.objective.statistics import statistics
-from pipelinerl.objective.tokens import Tokens
-from pipelinerl.observability.run_history import tell
 
 EPSILON_LOW, EPSILON_HIGH = 0.2, 0.28
 #: log π, log π_old, log μ and advantage of each token: on-policy and off-policy tokens, and tokens whose ratio exceeds
@@ -74,45 +69,3 @@ def test_runs_of_the_tis_benchmark_differ_only_in_objective_and_weight_format():
         engine = other.engine.model_copy(update={"weights": WeightFormat.NATIVE})
         same = other.model_copy(update={"engine": engine, "objective": reference.objective})
         assert same == reference
-
-
-def _events(steps):
-    objective = resolve(_config(list(ARMS)[-1]).objective)
-    reported = statistics(objective, Tokens.of(np.array(TOKENS)[:, 0], _columns()))
-    current, old, behavior, _ = np.array(TOKENS, np.float32).T
-    size = len(TOKENS)
-    sampled = causes.SampledTokens(
-        logprobs=current,
-        behavior_logprobs=behavior,
-        old_logprobs=old,
-        versions=np.array([3] * (size - 2) + [2] * 2),  # an older version sampled the last two tokens
-        turn_versions=np.array([3] * (size - 2) + [2] * 2),
-        responses=np.arange(size),
-    )
-    reported |= causes.figures(sampled, held_version=3, cuts={})
-    events = [{"kind": "run_started", "time": 0.0, "elapsed_s": 0.0}]
-    for step in range(1, steps + 1):
-        scaled = {"logprob_difference_mean": 0.1 * step, "ess": 1.0 - 0.1 * step}
-        events.append({"kind": "step", "time": 0.0, "elapsed_s": step, "step": step, **reported, **scaled})
-        events.append(
-            {"kind": "evaluation", "time": 0.0, "elapsed_s": step, "model_version": step, "accuracy": 0.1 * step}
-        )
-    return events
-
-
-def _finished(events):
-    return FinishedRun(config=load(RECIPE), history=tell(events), completed=True, accuracy=0.5)
-
-
-JOB = Job("native PPO", 0, RECIPE, ())
-
-
-def test_metrics_of_the_tis_benchmark_are_computed_from_step_events():
-    row = figures(JOB, _finished(_events(4)))
-    assert row["accuracy"] == 0.5
-    assert row["curves"]["accuracy"][1][-1] == pytest.approx(0.4)
-    assert row["mismatch"] == pytest.approx(0.25)
-    assert row["numerics"] == pytest.approx(4 * 1.5 / 5)
-    assert row["ess"] == pytest.approx(0.75)
-    assert row["truncated"] == pytest.approx(2 / 7, abs=1e-6), "exp(1.5) is above 2, twice"
-    assert row["clipped"] == pytest.approx(2 / 7, abs=1e-6), "exp(0.6) up, exp(-0.6) down"

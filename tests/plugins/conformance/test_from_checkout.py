@@ -17,9 +17,7 @@ def test_chaos_command_lists_every_fault_scenario(capfd: pytest.CaptureFixture[s
     assert all(line.endswith(".") for line in listed)
 
 
-def test_chaos_command_runs_a_scenario_with_the_given_seeds_and_counts_failures(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_chaos_command_runs_a_scenario_with_the_given_seeds_and_counts_failures(capfd):
     done = CliRunner().invoke(cli.app, ["chaos", "--scenario", "starved", "--seed", "3", "--count", "2"])
     assert done.exit_code == 0
     assert capfd.readouterr().out.startswith("starved: 2 situations, 0 hung, 0 named wrongly (seeds 3 to 4, ")

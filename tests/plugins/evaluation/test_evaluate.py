@@ -91,13 +91,8 @@ def test_bfloat16_model_is_evaluated_in_float32_on_a_cpu_as_in_a_run(tmp_path):
 
 def test_engine_at_a_url_gives_the_same_answers_as_a_local_engine(model, recipe):
     """The sampling noise depends only on the seed, so both engines sample the same tokens."""
-    app = create_app(
-        bigram_engine.from_options(
-            EngineOptions(model_path=model, model_id="m", slots=64, max_waiting=4096, context_length=512)
-        ),
-        token=None,
-    )
-    with in_thread(app) as url:
+    options = EngineOptions(model_path=model, model_id="m", slots=64, max_waiting=4096, context_length=512)
+    with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
         there = evaluated(f"{url}/v1/", load(recipe))
     here = evaluated(str(model), load(recipe))
     assert (there.figures, there.by_domain) == (here.figures, here.by_domain)
@@ -116,11 +111,9 @@ def test_third_party_openai_server_is_evaluated_from_its_answer_texts(recipe):
 
 def test_error_of_an_evaluation_in_which_every_problem_fails_contains_the_servers_reason(recipe):
     fake = OpenAIFake(lambda body: "1", failures=(400,) * 1000)
-    with (
-        in_thread(fake.app) as url,
-        pytest.raises(UserError, match=r"problems failed and none was answered; .*not now"),
-    ):
-        evaluated(url, load(recipe, ["evaluation.samples=1", "evaluation.pass_at=[]", "actor.groups_in_flight=1"]))
+    changes = ["evaluation.samples=1", "evaluation.pass_at=[]", "actor.groups_in_flight=1"]
+    with in_thread(fake.app) as url, pytest.raises(UserError, match=r"failed and none was answered; .*not now"):
+        evaluated(url, load(recipe, changes))
     assert len(fake.bodies) == MOST_FAILURES
 
 
@@ -186,14 +179,10 @@ def test_evaluation_rejects_an_output_file_that_was_written_with_other_settings_
     out = tmp_path / "answers.jsonl"
     evaluated(str(model), load(recipe), out=out)
     before = out.read_bytes()
-    for changes, named in (
-        (["evaluation.temperature=0.5"], "temperature"),
-        (["evaluation.split=validation"], "split"),
-        (["run.seed=3"], "seed"),
-        (['sampling.stop=["7"]'], "stop"),
-    ):
+    for change in ("evaluation.temperature=0.5", "evaluation.split=validation", "run.seed=3", 'sampling.stop=["7"]'):
+        named = change.partition("=")[0].partition(".")[2]
         with pytest.raises(UserError, match=rf"another question \(another {named}\); name another --out"):
-            evaluated(str(model), load(recipe, changes), out=out)
+            evaluated(str(model), load(recipe, [change]), out=out)
     BigramModel.random(len(char_tokenizer(alphabet=" 0123456789")), seed=1, scale=1.0).save(model)
     with pytest.raises(UserError, match=r"another question \(another weights\)"):
         evaluated(str(model), load(recipe), out=out)
@@ -204,12 +193,8 @@ def test_evaluation_set_is_selected_by_name_and_its_settings_can_be_overridden_o
     table = to_table(load(recipe))
     sets = [{"name": "both"}, {"name": "ones", "domains": ["says_1"], "problems": 6, "samples": 2, "pass_at": [2]}]
     config = parse(table | {"evaluations": sets})
-    first, named = (
-        with_one_evaluation(config, "", {}),
-        with_one_evaluation(config, "ones", {"problems": 4, "samples": None}),
-    )
-    assert [each.name for each in first.evaluation_sets] == ["both"]
-    report = evaluated(str(model), named)
+    assert [each.name for each in with_one_evaluation(config, "", {}).evaluation_sets] == ["both"]
+    report = evaluated(str(model), with_one_evaluation(config, "ones", {"problems": 4, "samples": None}))
     assert (report.name, report.problems, report.samples, list(report.by_domain)) == ("ones", 4, 2, ["says_1"])
     with pytest.raises(RecipeError, match="--evaluation 'twos' is not one of the recipe's evaluation sets: both, ones"):
         with_one_evaluation(config, "twos", {})
@@ -248,7 +233,5 @@ def test_evaluation_ends_immediately_on_ctrl_c_without_a_traceback(model, recipe
 
 def _listens_to_signals(pid):
     """Return True if the process handles SIGTERM, which Python does not do by default."""
-    fields = dict(
-        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("Sig")
-    )
-    return bool(int(fields["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1)
+    caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)

@@ -53,9 +53,8 @@ def test_prefilter_writes_the_kept_problems_as_a_data_set_with_pass_rates(tmp_pa
     assert all(by_number[n]["metadata"]["pass_rate"] == 1.0 for n in by_number if n % 10 == 0)
     assert all(by_number[n]["tags"] == ["pass_rate=0"] for n in by_number if n % 10 == 1)
     assert report.kept["sevens"] < everything.kept["sevens"] == everything.problems
-    source = open_source(
-        "files", domain="d", split=Split.TRAIN, seed=0, parameters={"path": str(report.files["sevens"])}
-    )
+    parameters = {"path": str(report.files["sevens"])}
+    source = open_source("files", domain="d", split=Split.TRAIN, seed=0, parameters=parameters)
     read = {source.problem(index).messages[0].content for index in range(200)}
     assert read == {row["messages"][0]["content"] for row in rows}, "no held-out problem is in the data set"
     assert 0 <= source.problem(0).metadata["pass_rate"] <= 1

@@ -41,10 +41,10 @@ print(first and first.messages[0].content, len(seen))
 def output_of(cache, program=OPEN):
     """Run a program in a new process, as the hub's library reads HF_HUB_OFFLINE only at import; return its output."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(cache)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True
-    )
-    return done.stdout.strip()
+    command = [sys.executable, "-c", program]
+    return subprocess.check_output(
+        command, env=environment, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S
+    ).strip()
 
 
 def test_cached_data_set_of_the_hub_is_read_as_a_folder(tmp_path):

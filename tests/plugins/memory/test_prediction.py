@@ -20,15 +20,9 @@ from trainer_contract.types import Precision, WeightDType
 GIB = 2**30
 #: The config.json of Llama 3 70B.
 LARGE = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "torch_dtype": "bfloat16",
-}
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672,
+    "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -54,15 +48,8 @@ def test_memory_prediction_is_within_15_percent_of_measurement(family, precision
         "gpt2": GPT2Config(vocab_size=2048, n_embd=128, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0),
     }
     AutoModelForCausalLM.from_config(configs[family]).bfloat16().save_pretrained(tmp_path)
-    case = MemoryCase(
-        name=family,
-        path=tmp_path,
-        precision=precision,
-        rank=rank,
-        checkpointing=rank == 0,
-        tokens=512,
-        optimizer=optimizer,
-    )
+    options = {"precision": precision, "rank": rank, "checkpointing": rank == 0, "optimizer": optimizer}
+    case = MemoryCase(name=family, path=tmp_path, tokens=512, **options)
     assert 0.85 <= measured(case, torch.device("cpu"))["ratio"] <= 1.15
 
 
@@ -111,9 +98,8 @@ def test_memory_of_a_70b_model_is_predicted_from_its_config_in_less_than_2_secon
 def test_advice_for_a_process_that_does_not_fit_into_memory_makes_it_fit(large):
     shape = read_shape(large)
     trainer = TrainerMemory(shape=shape, precision=Precision.BF16, tokens=8192, trained=8192, rank=16)
-    engine = EngineMemory(
-        shape=shape, dtype=WeightDType.BFLOAT16, wire=WeightDType.BFLOAT16, slots=64, context=8192, devices=8
-    )
+    bf16 = WeightDType.BFLOAT16
+    engine = EngineMemory(shape=shape, dtype=bf16, wire=bf16, slots=64, context=8192, devices=8)
     prediction = MemoryPrediction(trainer, engine, 1)
     limit = 170 * GIB
     output = list(lines(prediction, limits={"trainer": limit, "engine": limit}))

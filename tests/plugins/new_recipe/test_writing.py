@@ -17,6 +17,7 @@ from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.new_recipe.writing import write_new
 
 MODEL = MODELS / "tiny_speller"
+ANSWER, TRUTH = {"role": "assistant", "content": "4"}, {"reward_model": {"style": "rule", "ground_truth": "4"}}
 
 
 def rows(path: Path, count: int = 120, **names: str) -> Path:
@@ -61,21 +62,17 @@ def test_reward_of_a_new_recipe_compares_values_and_not_spelling(tmp_path: Path)
     names: dict[str, Any] = {}
     exec(recipe.with_name("rewards.py").read_text(), names)
     score = names["score"]
-    assert (
-        score('thinking…\n{"b": 1, "a": 2}', '{"a": 2, "b": 1}') == score("1,200.", "1200") == score("Yes", "yes.") == 1
-    )
+    assert score('thinking…\n{"b": 1, "a": 2}', '{"a": 2, "b": 1}') == 1
+    assert score("1,200.", "1200") == score("Yes", "yes.") == 1
     assert score("", "1") == score("no", "yes") == score("[" * 100_000, "1") == 0
 
 
 @pytest.mark.parametrize(
     ("row", "line"),
     [
+        (lambda prompt: {"messages": [*prompt, ANSWER]}, 'messages_field = "messages", answer_field = "messages"'),
         (
-            lambda prompt: {"messages": [*prompt, {"role": "assistant", "content": "4"}]},
-            'messages_field = "messages", answer_field = "messages"',
-        ),
-        (
-            lambda prompt: {"prompt": prompt, "reward_model": {"style": "rule", "ground_truth": "4"}},
+            lambda prompt: {"prompt": prompt, **TRUTH},
             'prompt_field = "prompt", answer_field = "reward_model.ground_truth"',
         ),
     ],

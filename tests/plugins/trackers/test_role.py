@@ -47,7 +47,6 @@ class RecordedRun:
     def __init__(self, **begun):
         self.begun, self.rows, self.finished = begun, list[tuple[int, dict[str, float]]](), False
         self.id = begun.get("id") or "made-up"
-
         self.axes = list[tuple[str, dict[str, Any]]]()
 
     def define_metric(self, name, **axis):
@@ -190,9 +189,7 @@ def test_passwords_are_removed_from_the_recipe_that_is_sent_to_a_tracker(name, p
 
 
 def test_missing_tracker_package_is_rejected_before_the_run(monkeypatch):
-    monkeypatch.setattr(
-        registry, "missing_packages", lambda component: [name for name in component.needs if name == "wandb"]
-    )
+    monkeypatch.setattr(registry, "missing_packages", lambda each: [name for name in each.needs if name == "wandb"])
     config = load("tiny", ["trackers.wandb={project='p'}"])
     for refused in (lambda: refuse(config), lambda: trackers_of(config, Path("/runs/x"))):
         with pytest.raises(UserError, match=r"^trackers 'wandb' needs wandb, which is not installed; pip install"):

@@ -51,6 +51,8 @@ from tests.patience import PATIENCE_S
 
 STEPS = 30
 RATE = 0.3
+SAY = (ChatMessage(role="user", content="say b"),)
+CANARY = Canary(messages=SAY, tolerance=TOLERANCES["float32"], context_length=64)
 
 
 class SaysB:
@@ -75,23 +77,15 @@ def new_controller(*, steps=STEPS, k=4):
         engines_expected=1,
     )
     knobs = Knobs(
-        j=1,
-        k=k,
-        temperature=1.0,
-        learning_rate=RATE,
-        rollouts_per_step=64,
-        evaluation_interval_steps=10,
-        groups_in_flight=16,
-        domain_weights={"b": 1.0},
-        group_sizes={"b": 8},
-    )
+        j=1, k=k, temperature=1.0, learning_rate=RATE, rollouts_per_step=64, evaluation_interval_steps=10,
+        groups_in_flight=16, domain_weights={"b": 1.0}, group_sizes={"b": 8},
+    )  # fmt: skip
     state = RunState(knobs=knobs, first_domain_weights=knobs.domain_weights)
-    return Controller(
-        settings,
-        state,
-        training_problem=lambda index, *_: problem(index),
-        held_out_problem=lambda _, index: problem(index),
-    )
+    problems = {
+        "training_problem": lambda index, *_: problem(index),
+        "held_out_problem": lambda _, index: problem(index),
+    }
+    return Controller(settings, state, **problems)
 
 
 @pytest.fixture
@@ -124,15 +118,9 @@ async def run(
         learning: settings added to the recipe.
         meanwhile: coroutine function that runs concurrently; it may end before the run only by raising an error.
     """
-    config = parse(
-        {
-            "model": {"path": str(model)},
-            "trainer": {"type": "bigram"},
-            "optimizer": {"grad_clip": 0.0, "learning_rate": RATE},
-            "domains": [{"name": "b", "source": "addition"}],
-            **learning,
-        }
-    )
+    recipe = {"model": {"path": str(model)}, "trainer": {"type": "bigram"}}
+    recipe |= {"optimizer": {"grad_clip": 0.0, "learning_rate": RATE}, "domains": [{"name": "b", "source": "addition"}]}
+    config = parse(recipe | learning)
     objective = objective_of(config)
     step = started(config, objective, checkpoint=restored[0] if restored else None)
     client = EngineClient()
@@ -156,16 +144,7 @@ async def run(
         objective=objective,
         stream=stream,
         publisher=BroadcastPublisher(client),
-        check_canary=partial(
-            check_canary,
-            Canary(
-                messages=(ChatMessage(role="user", content="say b"),),
-                tolerance=TOLERANCES["float32"],
-                context_length=64,
-            ),
-            client,
-            Grace(),
-        ),
+        check_canary=partial(check_canary, CANARY, client, Grace()),
         checkpoints=CheckpointStore(directory / "checkpoints", keep=2, model_directory=model),
         restored=restored[1] if restored else None,
     )
@@ -200,12 +179,15 @@ async def run(
     return read_events(directory / "events.jsonl")
 
 
+def served(model):
+    """Serve an engine of the model; the value of the `with` block is its URL."""
+    options = EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
+    return in_thread(create_app(bigram_engine.from_options(options), token=None))
+
+
 async def test_bigram_model_learns_while_weights_are_updated_during_sampling(tmp_path, model):
-    engine = bigram_engine.from_options(
-        EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
-    )
     controller = new_controller()
-    with in_thread(create_app(engine, token=None)) as url:
+    with served(model) as url:
         events = await run(tmp_path, model, url, controller=controller, stream=MemoryStream())
     steps = [event for event in events if event["kind"] == "step"]
     evaluations = [event for event in events if event["kind"] == "evaluation"]
@@ -221,19 +203,14 @@ async def test_bigram_model_learns_while_weights_are_updated_during_sampling(tmp
 
 async def test_ppo_run_with_critic_warm_up_and_kl_control_learns(tmp_path, model):
     """During the critic's warm-up, version numbers rise although the policy's weights do not change."""
+    terms = {"adv": {"whitening": "none"}, "grad1": {"over": "old"}, "grad2": {"kind": "kl", "beta": 0.01}}
     learning = {
-        "objective": {
-            "preset": "ppo",
-            "adv": {"whitening": "none"},
-            "grad1": {"over": "old"},
-            "grad2": {"kind": "kl", "beta": 0.01},
-        },
+        "objective": {"preset": "ppo", **terms},
         "critic": {"learning_rate": 0.1, "warmup_steps": 3},
         "kl_control": {"target": 0.3, "gain": 0.5},
     }
-    options = EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
     controller = new_controller()
-    with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
+    with served(model) as url:
         events = await run(tmp_path, model, url, controller=controller, stream=MemoryStream(), learning=learning)
     steps = [event for event in events if event["kind"] == "step"]
     evaluations = [event for event in events if event["kind"] == "evaluation"]
@@ -257,8 +234,7 @@ async def test_ppo_run_with_critic_warm_up_and_kl_control_learns(tmp_path, model
 async def test_old_logprobs_from_the_sampling_weights_equal_the_engines_logprobs(tmp_path, model):
     """A bigram model has no KV cache to go stale, so log-probs differ only by rounding, also across weight updates."""
     learning = {"objective": "decoupled_ppo", "training": {"old_logprobs": "sampling_weights"}, "staleness": {"k": 8}}
-    options = EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
-    with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
+    with served(model) as url:
         events = await run(tmp_path, model, url, controller=new_controller(), stream=MemoryStream(), learning=learning)
     steps = [event for event in events if event["kind"] == "step"]
     largest = [value for step in steps for name, value in step.items() if name.startswith("old_mis") and "_max" in name]
@@ -275,7 +251,6 @@ async def test_collapsed_run_continues_from_a_good_checkpoint_and_trains_each_pr
 
     It returns to the version of its best evaluation, 10 or 20, which the trainer has passed.
     """
-    options = EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
     controller = new_controller()
     run_section = controller.settings.run.model_copy(update={"on_collapse": OnCollapse.REWIND})
     controller.settings = replace(controller.settings, run=run_section)
@@ -283,18 +258,12 @@ async def test_collapsed_run_continues_from_a_good_checkpoint_and_trains_each_pr
     async def collapse(service, pool):
         while controller.state.version < 22:
             await asyncio.sleep(0.01)
-        controller.state.watched.rewards = RewardHistory(
-            first=0.5,
-            best=0.9,
-            best_version=12,
-            held=WINDOW,
-            recent=[(29.0, -9.0)] * WINDOW,
-            differences=[0.01] * 50,
-        )
+        fallen = {"recent": [(29.0, -9.0)] * WINDOW, "differences": [0.01] * 50}
+        controller.state.watched.rewards = RewardHistory(first=0.5, best=0.9, best_version=12, held=WINDOW, **fallen)
         await asyncio.Event().wait()
 
     stream = MemoryStream()
-    with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
+    with served(model) as url:
         with pytest.raises(Rewound, match=r"to version (10|20)"):
             await run(tmp_path, model, url, controller=controller, stream=stream, meanwhile=collapse)
         restored = CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model).latest()
@@ -314,23 +283,16 @@ async def test_collapsed_run_continues_from_a_good_checkpoint_and_trains_each_pr
 
 async def test_interrupted_run_resumes_from_its_checkpoint_and_trains_each_prompt_once(tmp_path, model):
     """The resumed run starts with an empty stream, new roles and a new engine."""
-    options = EngineOptions(model_path=model, model_id="bigram", slots=64, max_waiting=4096, context_length=64)
-    with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
-        await run(
-            tmp_path,
-            model,
-            url,
-            controller=new_controller(),
-            stream=MemoryStream(),
-            until=lambda controller: controller.state.version >= 14,
-        )
+    roles = {"controller": new_controller(), "stream": MemoryStream()}
+    with served(model) as url:
+        await run(tmp_path, model, url, **roles, until=lambda controller: controller.state.version >= 14)
     latest = CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model).latest()
     assert latest is not None
     cut_off = latest[1].model_version
     assert cut_off in (10, 20), "on a busy machine it gets further before it is seen"
     resumed = new_controller()
     resumed.state.resume(latest[1].controller, step=cut_off)
-    with in_thread(create_app(bigram_engine.from_options(options), token=None)) as url:
+    with served(model) as url:
         events = await run(tmp_path, model, url, controller=resumed, stream=MemoryStream(), restored=latest)
     after = [event["step"] for event in events if event["kind"] == "step"]
     assert after[cut_off - STEPS :] == list(range(cut_off + 1, STEPS + 1))

@@ -95,10 +95,6 @@ async def _grows_and_shrinks(service, pool, *, site, url):
     set_pace(site.options.model_path, **FAST)
     while not site.gone:
         await site.follow(service, pool)
-    await _stops(service, pool, site)
-
-
-async def _stops(service, pool, site):
     await service.perform(StopAsked(now=await service.now(), reason="seen enough"))
     while True:
         await site.follow(service, pool)
@@ -116,16 +112,11 @@ async def test_run_adds_engines_under_load_and_removes_them(tmp_path):
     limits = {"engines_min": {ENGINE: 1}, "engines_max": {ENGINE: 1}}
     made.state.knobs = replace(made.state.knobs, learning_rate=1e-9, **limits)
     url = site.start("engine-0")
+    learning = {"objective": "pipelinerl", "trainer": {"type": TRAINER}}
+    meanwhile = partial(_grows_and_shrinks, site=site, url=url)
+    roles = {"controller": made, "stream": MemoryStream()}
     try:
-        events = await run(
-            tmp_path,
-            model,
-            url,
-            controller=made,
-            stream=MemoryStream(),
-            learning={"objective": "pipelinerl", "trainer": {"type": TRAINER}},
-            meanwhile=partial(_grows_and_shrinks, site=site, url=url),
-        )
+        events = await run(tmp_path, model, url, **roles, learning=learning, meanwhile=meanwhile)
     finally:
         site.stop("engine-0")
     kinds = [event["kind"] for event in events]
@@ -141,21 +132,11 @@ async def test_run_adds_engines_under_load_and_removes_them(tmp_path):
 # --- the same as a run of many processes -----------------------------------------------------------------------------
 
 _LIVE: Final = (
-    f"engine.type={ENGINE}",
-    f"trainer.type={TRAINER}",
-    f'elastic.types={{"{ENGINE}" = {{min = 1, max = 2}}}}',
-    "elastic.interval_s=1.5",
-    "elastic.patience=1",
-    "elastic.settle_s=0.5",
-    "elastic.waiting=0.5",
-    "elastic.content=0.4",
-    "elastic.busy=0.7",
-    "engine.slots=16",
-    "actor.groups_in_flight=16",
-    "staleness.k=8",
-    "optimizer.learning_rate=1e-9",
-    "run.steps=100000",
-)
+    f"engine.type={ENGINE}", f"trainer.type={TRAINER}", f'elastic.types={{"{ENGINE}" = {{min = 1, max = 2}}}}',
+    "elastic.interval_s=1.5", "elastic.patience=1", "elastic.settle_s=0.5", "elastic.waiting=0.5",
+    "elastic.content=0.4", "elastic.busy=0.7", "engine.slots=16", "actor.groups_in_flight=16", "staleness.k=8",
+    "optimizer.learning_rate=1e-9", "run.steps=100000",
+)  # fmt: skip
 
 
 def _turn(run, limit, number):

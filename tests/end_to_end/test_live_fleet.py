@@ -1,7 +1,5 @@
 """Engines join, leave, die and are replaced while a real run trains on their rollouts: nothing is lost."""
 
-import time
-
 import pytest
 
 from tests.fakes.live_fleet import (
@@ -11,10 +9,8 @@ from tests.fakes.live_fleet import (
     longest_stall_s,
     swap_to_and_fro,
     until_serving,
-    until_steps,
 )
-from tests.fakes.live_run import endless_run, launched, light_run, new_run, output_of
-from tests.patience import PATIENCE_S
+from tests.fakes.live_run import endless_run, launched, new_run, output_of
 
 LONG = ("run.steps=100000", "staleness.k=8", "checkpoint.interval_steps=50", "launch.restarts=1000")
 
@@ -45,37 +41,7 @@ def test_engine_that_cannot_start_does_not_affect_the_run(tmp_path):
     assert_nothing_lost(run)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_engine_added_during_a_run_is_restarted_when_it_dies(tmp_path):
-    """The added engine is the run's only engine at that time, and is killed while it generates."""
-    directory = tmp_path / "run"
-    with launched(light_run(directory, *LONG), directory) as run:
-        until_serving(run, "engine-0")
-        until_steps(run, 2)
-        assert swap_to_and_fro(run, ["bigram"], times=1) == "engine-1"
-        kill_again_and_again(run, ["engine-1"], times=1)
-        stop(run)
-    assert_nothing_lost(run)
-
-
 # --- longer: make chaos -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(600)
-def test_engines_added_during_a_run_end_with_their_launcher(tmp_path):
-    directory = tmp_path / "run"
-    with launched(new_run(directory, *LONG), directory) as run:
-        until_serving(run, "engine-0")
-        assert engines(run, "add", "--type", "torch").split()[:3] == ["engine-1", "torch", "healthy"]
-        assert run.role("engine-1").is_running()
-        run.launcher.kill()
-        run.end()
-        deadline = time.monotonic() + PATIENCE_S
-        while run.alive() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not run.alive()
 
 
 @pytest.mark.chaos

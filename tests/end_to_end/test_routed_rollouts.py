@@ -61,25 +61,11 @@ def judge(domain):
 
 async def sampled(path):
     """Let an actor sample groups with the model in `path`; return the groups in the rollout stream."""
-    options = engine_options(
-        model_path=path,
-        slots=5,
-        context_length=CONTEXT,
-        device=Device.CPU,
-        threads=1,
-        dtype=WeightDType.BFLOAT16,
-    )
+    one_core = {"device": Device.CPU, "threads": 1, "dtype": WeightDType.BFLOAT16}
+    options = engine_options(model_path=path, slots=5, context_length=CONTEXT, **one_core)
     engine = BatchingEngine(options, load=lambda: load_runner(options), tokenizer=ChatTokenizer.load(path))
     await engine.start()
-    watched, settings = (
-        Watched(),
-        ActorSettings(
-            name=NAME,
-            groups_in_flight=4,
-            heartbeat_s=0.02,
-            block_s=0.02,
-        ),
-    )
+    watched, settings = Watched(), ActorSettings(name=NAME, groups_in_flight=4, heartbeat_s=0.02, block_s=0.02)
     maker = SingleTurn(InParts(engine), judge, attempts=1, routing_replay=RoutingReplay.ROLLOUT)
     actor = Actor(settings, stream=watched.stream, maker_of=lambda _: maker)
     working = asyncio.create_task(actor.run())

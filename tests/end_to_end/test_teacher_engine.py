@@ -71,13 +71,8 @@ def test_training_step_is_the_same_with_a_local_and_a_remote_teacher(url):
 
 def test_check_command_shows_the_teachers_model_and_context(url):
     def findings_for(address, context):
-        config = load(
-            "tiny",
-            [
-                *('domains.long_words.loss="ref_kl"', f'domains.long_words.teacher="{address}"'),
-                f"engine.context_length={context}",
-            ],
-        )
+        teacher = ('domains.long_words.loss="ref_kl"', f'domains.long_words.teacher="{address}"')
+        config = load("tiny", [*teacher, f"engine.context_length={context}"])
         return [(part, text) for part, text in findings(config) if "teacher" in part or text.startswith("the teacher")]
 
     assert findings_for(url, 32) == [("teacher", f"{url} serves {TEACHER}, up to 48 tokens")]

@@ -40,14 +40,8 @@ class Roles:
         return process
 
     def command(self, host, *words):
-        done = subprocess.run(
-            [*host.enter, *CLI, *words],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        command, output = [*host.enter, *CLI, *words], {"capture_output": True, "text": True}
+        done = subprocess.run(command, env=self.environment, **output, timeout=PATIENCE_S, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

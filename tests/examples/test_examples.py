@@ -56,13 +56,9 @@ def test_multi_turn_game_example_trains(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "package"),
-    [
-        ("command", "json"),
-        ("openai_agents", "agents"),
-        ("litellm_agent", "litellm"),
-        ("langchain_agent", "langchain_openai"),
-    ],
-)
+    [("command", "json"), ("openai_agents", "agents"), ("litellm_agent", "litellm"),
+     ("langchain_agent", "langchain_openai")],
+)  # fmt: skip
 def test_example_whose_agent_uses_another_framework_trains(name, package, tmp_path):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"left out: needs the package {package}; examples/README.md says how to install it")

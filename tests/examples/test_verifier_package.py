@@ -62,6 +62,5 @@ def test_recipe_that_names_a_verifier_of_a_missing_package_is_rejected_in_one_se
 def test_verifier_on_the_plugin_page_equals_the_example():
     page = (ROOT / "docs" / "use" / "plugins.md").read_text()
     blocks = re.findall(r"```\w+\n(.*?)```", page, re.DOTALL)
-    assert blocks[:3] == [
-        (PACKAGE / name).read_text() for name in ("length_verifier.py", "pyproject.toml", RECIPE.name)
-    ]
+    files = ("length_verifier.py", "pyproject.toml", RECIPE.name)
+    assert blocks[:3] == [(PACKAGE / name).read_text() for name in files]

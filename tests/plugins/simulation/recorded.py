@@ -33,29 +33,16 @@ def run_events(
             made, batch = draw.randint(20, 90), draw.randint(1, 64)
             decode_steps, rows, prompts = decode_steps + made, rows + made * batch, prompts + draw.randint(0, 900)
             busy_s = engine.step_s * decode_steps + engine.row_s * rows + engine.prompt_token_s * prompts
-            events.append(
-                _event(
-                    "engines", at - 0.1, decode_steps=decode_steps, row_steps=rows, prompt_tokens=prompts, busy_s=busy_s
-                )
-            )
+            counters = {"decode_steps": decode_steps, "row_steps": rows, "prompt_tokens": prompts, "busy_s": busy_s}
+            events.append(_event("engines", at - 0.1, **counters))
         step_s = computed + publish_wait_s
-        events.append(
-            _event(
-                "step",
-                at,
-                step=step,
-                model_version=step,
-                rollouts=float(rollouts),
-                tokens=float(tokens),
-                sampled_tokens=tokens * 0.75,
-                wait_s=period_s - step_s - report_s,
-                step_s=step_s,
-                publish_wait_s=publish_wait_s,
-                staleness_mean=2.0,
-                stale_tokens=100.0 * step,
-                stages=[[step, at - 1, at - 0.7, at - 0.65, "http://engine", []]],
-            )
-        )
+        fields: dict[str, Any] = {
+            "step": step, "model_version": step, "rollouts": float(rollouts), "tokens": float(tokens),
+            "sampled_tokens": tokens * 0.75, "wait_s": period_s - step_s - report_s, "step_s": step_s,
+            "publish_wait_s": publish_wait_s, "staleness_mean": 2.0, "stale_tokens": 100.0 * step,
+            "stages": [[step, at - 1, at - 0.7, at - 0.65, "http://engine", []]],
+        }  # fmt: skip
+        events.append(_event("step", at, **fields))
         events.append(_event("publish", at + 0.05, model_version=step, total_s=0.06, send_s=0.05, pause_s=0.01))
     return events
 

@@ -51,19 +51,9 @@ def test_each_simulated_group_has_one_outcome_and_no_trained_group_exceeds_the_s
 def test_simulated_runs_with_random_settings_finish_and_give_every_requested_group_an_outcome(
     engines, slots, bounds, on_update, groups, size, contention, seed
 ):
-    given_setting = setting(
-        *bounds,
-        engines=engines,
-        slots=slots,
-        on_update=on_update,
-        rollouts_per_step=groups * size,
-        group_size=size,
-        attempts=10**6,
-        steps=12,
-        max_groups=64,
-        seed=seed,
-    )
-    run = simulate(given_setting, replace(WHOLE, contention=Contention(engine=contention, trainer=contention)))
+    drawn = {"engines": engines, "slots": slots, "on_update": on_update, "group_size": size, "seed": seed}
+    whole = setting(*bounds, rollouts_per_step=groups * size, attempts=10**6, steps=12, max_groups=64, **drawn)
+    run = simulate(whole, replace(WHOLE, contention=Contention(engine=contention, trainer=contention)))
     account = run.account
     assert run.steps == 12
     assert account.issued == account.trained + account.stale + account.in_flight
@@ -88,16 +78,6 @@ def test_simulated_lockstep_run_with_fixed_answer_lengths_takes_the_time_of_its_
     assert run.discarded == 0
     assert run.engine_idle == pytest.approx(1 - decode / run.step_s)
     assert run.trainer_computes == pytest.approx(train / run.step_s)
-
-
-@pytest.mark.parametrize("generation", [1, 2, 4, 8])
-def test_simulated_conventional_step_takes_the_sum_of_generation_and_training_time(generation):
-    """To generate G batches in the same rows takes G times as many decode steps; then G training steps follow."""
-    run = simulate(
-        setting(1, 1, lengths=FixedLengths(20), rollouts_per_step=64 * generation, mini_batches=generation), BALANCED
-    )
-    rounds = 20 * (0.01 + 0.0001 * 64)
-    assert run.step_s == pytest.approx(generation * (rounds + 2e-4 * 64 * 30), rel=1e-9)
 
 
 def test_simulated_one_step_off_policy_run_takes_the_longer_of_sampling_and_training_time():

@@ -180,10 +180,7 @@ class OrdersEnded(ControlMessage, frozen=True):
 
 
 class Starving(ControlMessage, frozen=True):
-    """The trainer waits for groups, and no group has arrived for a while.
-
-    `held` lists the orders whose groups the trainer already has.
-    """
+    """The trainer waits for groups, and none has arrived for a while; `held` lists the orders whose groups it has."""
 
     epoch: Count
     model_version: Count
@@ -434,10 +431,7 @@ class Directive(ControlMessage, frozen=True):
 
 
 class WeightsAnnounced(msgspec.Struct, frozen=True, kw_only=True):
-    """A version that all engines must pull and serve, except the engines in `left_out` (base URLs).
-
-    `prepare` is the JSON of the contract's request that prepares the update.
-    """
+    """A version that all engines but `left_out` must pull; `prepare` is the JSON of the request that prepares it."""
 
     prepare: bytes
     left_out: list[str] = []

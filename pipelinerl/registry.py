@@ -257,10 +257,7 @@ def is_user_code(components: Mapping[str, Component], name: str) -> bool:
 
 
 def known(where: str, components: Mapping[str, K], name: str) -> K | None:
-    """Return the component that is registered as `name`; None for a reference to user code, which is not loaded.
-
-    `where` is the recipe's key. Raises `RecipeError` if the name is unknown.
-    """
+    """Return the component `name`; None for a reference to user code. Raises `RecipeError`, naming the key `where`."""
     if is_user_code(components, name):
         return None
     if name not in components:

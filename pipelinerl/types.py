@@ -307,10 +307,7 @@ class Rollout:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The sequences to train on: one for each turn that no other turn continues, in the order of these turns.
-
-        Each turn is trained in the first segment that contains it, so each sampled token is trained exactly once.
-        """
+        """The sequences to train on, by their last turns; a turn is trained in the first segment that contains it."""
         if not self.parents:
             return (Segment(self.turns, range(len(self.turns))),)
         continued, seen = set(self.parents), set[int]()

@@ -176,10 +176,7 @@ def _trials(domain: DomainSection, config: RunConfig, tokenizer: ChatTokenizer) 
 
 
 def refuse_episodes(config: RunConfig) -> None:
-    """Play an episode of each agent with a scripted model, as `check` does; raise `RecipeError` if it fails.
-
-    The message has the file and the line of the agent's code. Without agents, this takes no time.
-    """
+    """Play an episode of each agent with a scripted model; raise `RecipeError` with file and line if it fails."""
     for domain in config.domains:
         if domain.has_environment:
             tokenizer = ChatTokenizer.load(config.model.resolved)
@@ -278,10 +275,7 @@ def expert_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def component_findings(config: RunConfig, others: Mapping[str, Path]) -> Iterator[tuple[str, str]]:
-    """Yield what engine and trainer find in their sections and the model, each finding once.
-
-    `others` are the directories of critic, reference and teachers by the recipe's key.
-    """
+    """Yield each finding of engine and trainer once; `others` are the other models' directories by the recipe's key."""
     found = dict[tuple[str, str], None]()
     engine, trainer = registry.ENGINES.get(config.engine.type), registry.TRAINERS.get(config.trainer.type)
     try:

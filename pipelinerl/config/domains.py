@@ -257,10 +257,7 @@ class DomainSection(Section):
                 yield name, component, self.options_of(name, component)
 
     def options_of(self, name: str, component: Component) -> Any:
-        """Return the domain's section for the component that is registered as `name`; None if it has no options.
-
-        Raises `RecipeError` if options that the component needs are not given.
-        """
+        """Return the section for the component `name`, None without options. Raises `RecipeError` if it needs some."""
         if component.section is None:
             return None
         key, section = component.key or name, component.section

@@ -118,10 +118,7 @@ class EvaluationSetSection(Section):
     """The values of k for pass@k; by default `evaluation.pass_at`."""
 
     def within(self, common: EvaluationSection, *, place: int, domains: Sequence[str]) -> EvaluationSet:
-        """Return this set with missing keys, except `interval_steps`, filled in from `common`.
-
-        `domains` are the names of all trained domains, used if the set names none.
-        """
+        """Return this set with missing keys, except `interval_steps`, from `common`, and missing `domains`."""
 
         def own(value: T | None, default: T) -> T:
             return default if value is None else value

@@ -70,10 +70,7 @@ def overridden(table: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, 
 
 
 def _selector(path: KeyPath) -> str | None:
-    """Return the key that replaces the table at `path` as a whole: `preset` for the objective, `kind` for a slot of it.
-
-    None for any other table, whose keys are replaced one by one.
-    """
+    """Return the key that replaces a whole table: `preset` of the objective, `kind` of its slots; else None."""
     if path == (_OBJECTIVE,):
         return _PRESET
     return "kind" if len(path) == 2 and path[0] == _OBJECTIVE and path[1] != _PRESET else None
@@ -241,10 +238,7 @@ def refuse_unwritable(value: Any, path: str = "") -> None:
 
 
 def refuse_absent_plugins(table: Mapping[str, Any]) -> None:
-    """Raise `RecipeError` if the table names a verifier, tool or tracker that is missing, and whose keys are unknown.
-
-    Otherwise the keys would be called unknown, and the reader would not learn what to install.
-    """
+    """Raise `RecipeError` for a missing verifier, tool or tracker, whose keys would otherwise be called unknown."""
     loaded: list[tuple[registry.Components[Any], Any]] = [(registry.TRACKERS, table.get("trackers"))]
     for domain in _listed(table.get("domains")):
         where = f"domains.{domain.get('name')}"

@@ -50,10 +50,7 @@ def groups_of_step(rollouts: int, sizes: Mapping[str, int], weights: Mapping[str
 
 
 class Mixture:
-    """A weighted mixture of domains.
-
-    It chooses the domain of problem i by quota, and takes problem i of that domain's source.
-    """
+    """A weighted mixture: it chooses the domain of problem i by quota, and takes problem i of that domain's source."""
 
     def __init__(self, domains: Sequence[Domain], *, seed: int, quota: Quota = _NO_BLOCKS) -> None:
         """Create the mixture. `quota` gives the size of the blocks; methods use it if their caller passes none."""

@@ -47,10 +47,7 @@ def open_source(
     parameters: Mapping[str, Any] | None = None,
     prompts: Prompts = NO_PROMPTS,
 ) -> ProblemSource:
-    """Open a registered source, given as `name` or `name:argument`, or a user's source, given as `file.py:function`.
-
-    Raises `RecipeError` if the source is unknown, or its parameters or its file are invalid.
-    """
+    """Open a source `name`, `name:argument` or `file.py:function`. Raises `RecipeError` if it is invalid."""
     request = SourceRequest(domain=domain, split=split, seed=seed, parameters=dict(parameters or {}), prompts=prompts)
     return _opened(source, request)
 

@@ -31,10 +31,7 @@ class ProblemSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRequest:
-    """Arguments with which a source is opened.
-
-    `argument` is the text after the colon of the source's name. `seed` determines the order of problems.
-    """
+    """Arguments to open a source; `argument` is the text after its name's colon, `seed` orders its problems."""
 
     argument: str = ""
     domain: str

@@ -166,10 +166,7 @@ def compact(value: float) -> str:
 
 
 def png(charts: Sequence[Chart], path: Path, *, wide: bool = False) -> Path:
-    """Draw charts in rows of two, and save the picture to `path`. Raises ModuleNotFoundError without matplotlib.
-
-    With `wide`, the first chart fills the upper row, and the others share the lower one.
-    """
+    """Save charts in rows of two, the first alone if `wide`. Raises ModuleNotFoundError without matplotlib."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

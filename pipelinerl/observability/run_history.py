@@ -190,10 +190,7 @@ class RunHistory:
 
     @property
     def other_accuracies(self) -> list[tuple[str, float | None, float]]:
-        """Tuples (name, first accuracy, last accuracy) of each evaluation set except the recipe's first set.
-
-        The first is None if there is only one.
-        """
+        """Tuples (name, first accuracy if there are several, last accuracy) of the sets after the recipe's first."""
         others = list(self.evaluation_sets.items())[1:]
         known = [(name, self.series(events, "accuracy", x="model_version").y) for name, events in others]
         return [(name, values[0] if len(values) > 1 else None, values[-1]) for name, values in known if values]

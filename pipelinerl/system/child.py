@@ -64,10 +64,7 @@ class Lines:
         await self._writer.drain()
 
     async def receive(self) -> Any:
-        """Return the next message.
-
-        Raises `EOFError` if the other end is closed, and `ValueError` for a line that is too long or is not JSON.
-        """
+        """Return the next message. Raises `EOFError` if the other end is closed, `ValueError` if it is no message."""
         try:
             line = await self._reader.readline()
         except OSError:

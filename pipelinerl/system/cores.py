@@ -30,10 +30,7 @@ class ComputeCores:
         self._set_threads, self._threads = set_threads, threads
 
     def use(self, shared: Sequence[int]) -> None:
-        """Compute on the cores `shared`, with a thread on each; on the own cores if there are none.
-
-        To be called on the thread that computes.
-        """
+        """Compute on the cores `shared`, a thread on each, or on the own ones; to be called on the computing thread."""
         cores = set(shared) or self._own
         for thread in os.listdir("/proc/self/task") if cores else ():
             with suppress(OSError):  # the thread has ended, or a core is gone

@@ -41,10 +41,7 @@ def sync(path: Path) -> None:
 
 
 def make_private(path: Path, text: str) -> bool:
-    """Write the file as `write_private` does, unless it exists; return True if it was written.
-
-    If several processes write at the same time, exactly one of them succeeds.
-    """
+    """Write like `write_private`, unless the file exists; return True if this process wrote it, as only one does."""
     draft = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     write_private(draft, text)
     try:

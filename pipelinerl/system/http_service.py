@@ -417,10 +417,7 @@ MOST_WAITING: Final = 65_536
 
 
 class Backlog:
-    """The items of work that a service holds: requests are rejected if there would be more than `most`.
-
-    `protocol` is the version of the service's protocol; `kind` names the items in errors.
-    """
+    """The items of work (`kind` in errors) that a service of a protocol version holds, at most `most`."""
 
     def __init__(self, kind: str, *, protocol: int, most: int = MOST_WAITING) -> None:
         self._kind = kind
@@ -430,10 +427,7 @@ class Backlog:
         """Number of items that are accepted and not done."""
 
     def admit(self, count: int, *, protocol: int) -> None:
-        """Raise `RequestRefused` for a request of another protocol version, or if there is no room for `count` items.
-
-        An idle service accepts a request of any size.
-        """
+        """Raise `RequestRefused` for another protocol, or without room for `count` items beside others."""
         if protocol != self._protocol:
             message = f"protocol must be {self._protocol}, got {protocol}: use one version of pipelinerl"
             raise RequestRefused(409, OTHER_PROTOCOL, message)

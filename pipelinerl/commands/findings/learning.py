@@ -179,10 +179,7 @@ def _step(config: RunConfig) -> str:
 
 
 def _weight_history(config: RunConfig, knobs: Knobs) -> str:
-    """Describe the memory that past versions of the weights take; about k / j versions are kept.
-
-    Rollouts of the last k versions may be trained on, and only every j-th version is published.
-    """
+    """Describe the memory of past versions of the weights: about k / j are kept, since only every j-th is published."""
     each = sum(file.stat().st_size for file in weight_files(config.model.resolved)) / 2**20
     versions = math.ceil(knobs.k / (knobs.j or 1))
     return (

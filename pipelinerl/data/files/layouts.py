@@ -113,11 +113,7 @@ def _is_data(path: Path, folder: Path) -> bool:
 
 
 def _by_name(folder: Path, files: Iterable[Path]) -> Layout:
-    """Group files by the name of a split in their path.
-
-    Files without such a name form an unnamed split. If there are named splits too, the unnamed files become the
-    training split, or are dropped if there already is one.
-    """
+    """Group files by the split's name in their path; beside others, unnamed ones are training files or left out."""
     splits: dict[str, list[Path]] = {}
     for file in files:
         words = re.split(r"[^a-z]+", file.relative_to(folder).as_posix().lower())

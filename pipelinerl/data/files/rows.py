@@ -85,10 +85,7 @@ class JsonRows(DataRows):
 
     @classmethod
     def read(cls, path: Path, head: FirstRows | None = None) -> JsonRows:
-        """Read JSON lines, a JSON array or CSV, possibly compressed (`.gz`), up to the limits `head`.
-
-        Raises `RecipeError` if the file cannot be read, or its content does not match its suffix.
-        """
+        """Read JSON lines, a JSON array or CSV, even compressed, up to `head`. Raises `RecipeError`."""
         suffix, most = suffix_of(path), None if head is None else head.rows
         if suffix == ".csv":
             rows = itertools.islice(_csv_rows(_unpacked(path), path), most)
@@ -291,10 +288,7 @@ class ArrowRows:
 
     @classmethod
     def read(cls, path: Path, fields: frozenset[str] | None, head: FirstRows | None = None) -> ArrowRows:
-        """Read the columns `fields`, or all columns if `fields` is None; `head` limits the number of rows.
-
-        Raises `RecipeError` if pyarrow is not installed, or cannot read the file.
-        """
+        """Read the columns `fields` (None: all) up to `head`. Raises `RecipeError` if pyarrow cannot."""
         try:
             import pyarrow as pa
             import pyarrow.parquet as pq

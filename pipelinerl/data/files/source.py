@@ -278,10 +278,7 @@ def source_of_rows(
     *,
     by: SplitBy = SplitBy.PROMPT,
 ) -> RowSource:
-    """Build the source of the requested split, taken from the training rows if `indexed` lacks the split.
-
-    `by` is what the digests of `indexed` identify. Raises `RecipeError` if the split is empty.
-    """
+    """Build the split's source, by default from training rows. Raises `RecipeError` if the split is empty."""
     split = request.split
     own = indexed.get(split, indexed[Split.TRAIN])
     chosen, counts = _chosen_rows(indexed, split)

@@ -127,10 +127,7 @@ def conformance_trainer(
 
 
 def check_engine(url: str, *, token: str | None, say: Callable[[str], None], expected: Expected | None = None) -> bool:
-    """Run the engine conformance kit against `url`, and return True if all checks pass.
-
-    Raises `AddressError` if no engine answers at `url`.
-    """
+    """Run the conformance kit against `url`; return True if all pass. Raises `AddressError` if no engine answers."""
     from inference_contract import conformance
 
     _reachable(url)
@@ -203,10 +200,7 @@ def chaos(
 
 
 def run_in_checkout(module: str, *words: str, what: str) -> int:
-    """Run `python -m module words…` and return its exit status; raise `UserError` outside a checkout.
-
-    `what` is the subject of the error message with its verb, such as "benchmarks are".
-    """
+    """Run `python -m module words…`; return its exit status. Raises `UserError` about `what` outside a checkout."""
     if not CHECKOUT.joinpath(*module.split("."), "__main__.py").is_file():
         raise UserError(
             f"{what} part of a checkout, and {CHECKOUT} is not one; clone the repository, run `make install` and "

@@ -91,10 +91,7 @@ async def ask(
 
 
 def answer_of(order: PromptOrder, samples: list[TextAnswer], verdicts: list[Verdict]) -> EvaluationDone:
-    """Summarize the samples of one problem in the format that actors report.
-
-    The field `lengths` is empty if the length of any sample is unknown.
-    """
+    """Summarize the samples of one problem as actors report them; `lengths` is empty if one is unknown."""
     lengths = [sample.num_tokens for sample in samples if sample.num_tokens is not None]
     outcomes = [verdict.outcome for verdict in verdicts]
     return EvaluationDone(

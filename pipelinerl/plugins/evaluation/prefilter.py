@@ -76,10 +76,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefilterReport:
-    """Numbers of problems, the mean pass rate, and the written files by domain.
-
-    `problems` counts all chosen problems, `asked` those sent in this call, and `unanswered` those without a result.
-    """
+    """Numbers of problems: all, `asked` in this call, `unanswered`; the mean pass rate, and the files by domain."""
 
     problems: int
     asked: int

@@ -82,10 +82,7 @@ class Target:
 
 
 def target_of(text: str, *, checkpoint: str = "") -> Target:
-    """Parse a URL, a model directory, `shipped:<name>` or a run's directory; raise `UserError` for anything else.
-
-    A run's directory stands for its checkpoint named `checkpoint`, by default its newest.
-    """
+    """Parse a URL, model directory, `shipped:<name>`, or run directory with its checkpoint. Raises `UserError`."""
     if is_url(text):
         if checkpoint:
             raise UserError(f"--checkpoint needs a run's directory, and {text} is not one; leave it out")

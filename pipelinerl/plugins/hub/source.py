@@ -31,10 +31,7 @@ def open_hub(request: SourceRequest) -> RowSource:
 
 
 def look_at_hub(request: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
-    """Build and `check` problems from the data set's first rows; return the first problem, as `look_at_files` does.
-
-    Return None if the data set is not cached: nothing is fetched.
-    """
+    """Act like `look_at_files` on the data set's first rows; return None if it is not cached: nothing is fetched."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     revision, parameters = _parsed(request)

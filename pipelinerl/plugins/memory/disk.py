@@ -26,10 +26,7 @@ _BESIDE: Final = 256 * 2**20
 
 
 def checkpoint_bytes(config: RunConfig, predicted: MemoryPrediction) -> int:
-    """Return the size of a checkpoint: the weights as they are sent, fp32 masters and both AdamW moments.
-
-    If old log-probs are recomputed with the weights that sampled the tokens, a checkpoint also holds these weights.
-    """
+    """Return a checkpoint's size: sent weights, fp32 masters, AdamW moments, and past weights if they are needed."""
     trainer = predicted.trainer
     if trainer is None:  # not predicted for this trainer: assume four times the model's size
         return 4 * sum(file.stat().st_size for file in weight_files(config.model.resolved))
@@ -68,10 +65,7 @@ def disk_line(config: RunConfig, predicted: MemoryPrediction) -> str:
 
 
 def disk_faults(config: RunConfig, predicted: MemoryPrediction, place: Path | None = None) -> Iterator[str]:
-    """Yield an error, with keys to change and values that would fit, if the run does not fit on its disk.
-
-    Files that a resumed run already has in `place` (default: the recipe's run directory) are subtracted.
-    """
+    """Yield an error, with keys and values that would fit, if the run does not fit beside what is in `place`."""
     place = place or config.run_directory
     written = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
     needed, free = max(0, run_bytes(config, predicted) - written), free_bytes(place)

@@ -247,10 +247,7 @@ class TrainerMemory:
 
     @property
     def _gather(self) -> int:
-        """Bytes for gathering the largest parameter in the dtype in which weights are sent.
-
-        With LoRA, the adapters are merged into the parameter in fp32 first.
-        """
+        """Bytes for gathering the largest parameter as it is sent; adapters are first merged into it in fp32."""
         largest = self.shape.largest
         if self.rank:
             merged = max((rows * columns for rows, columns in self.shape.adapted(self.targets)), default=0)

@@ -108,10 +108,7 @@ class PageLinks:
 
 
 class AccessMiddleware:
-    """ASGI middleware: replace links by cookies and cookies by the token; add the security policy to every response.
-
-    `share_key` is the permanent link's key; empty if there is none.
-    """
+    """ASGI middleware for links, cookies and the security policy; `share_key` is the permanent link's key, or empty."""
 
     def __init__(self, app: ASGIApp, links: PageLinks, token: str, cookie: str, share_key: str) -> None:
         self._app = app
@@ -148,10 +145,7 @@ class AccessMiddleware:
         await (self._app if answer is None else answer)(scope, receive, sending)
 
     def _opened(self, scope: Scope, *, is_known: bool) -> Response | None:
-        """Answer a request that opens a link: set the link's cookie and redirect to the page.
-
-        An invalid link gets the page that asks for a key, unless the browser has a cookie already.
-        """
+        """Answer a request that opens a link: set its cookie and redirect. A wrong link gets the page for keys."""
         if scope["path"] != "/" or scope["method"] != "GET":
             return None
         name, key = _link_in(scope["query_string"])
@@ -172,10 +166,7 @@ class AccessMiddleware:
 
 
 def _link_in(query: bytes) -> tuple[str, str]:
-    """Return the name `key` or `share` and its value in the query; two empty strings if the query has neither.
-
-    A user may paste a whole link where a key is expected; then the name and value in that link are returned.
-    """
+    """Return (`key` or `share`, value) of the query, or of a whole link pasted as a key; ("", "") if there is none."""
     try:
         fields = parse_qs(query.decode("ascii"), max_num_fields=4, keep_blank_values=True)
     except ValueError:

@@ -119,10 +119,7 @@ def expanded(run_dirs: Sequence[Path]) -> list[Path]:
 
 
 def differences(recipes: Sequence[Mapping[str, Any]], made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the keys whose values differ between recipes, each with its value in every recipe (None if missing).
-
-    `made` holds the non-default settings of each recipe; keys that have their default in all recipes are left out.
-    """
+    """Return the keys that differ between recipes, with each recipe's value or None; defaults are left out."""
     flat = [dict(flat_keys(recipe)) for recipe in recipes]
     paths = sorted({path for each in made for path, _ in flat_keys(each)})
     return [

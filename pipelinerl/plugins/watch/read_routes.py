@@ -179,10 +179,7 @@ def _steps(
     since: int | None = None,
     marked: int = 0,
 ) -> dict[str, Any]:
-    """Return the metrics of the steps after step `since`, and the marks in charts (such as knob changes).
-
-    The first `marked` marks are left out, because the page already has them.
-    """
+    """Return the metrics of the steps after `since`, and the charts' marks but the first `marked`."""
     with run.lock:
         view, table = run.view, run.view.steps
         rows = table.rows(names, points=points, first=first, last=last, since=-1 if since is None else since)
@@ -401,10 +398,7 @@ def _row(place: SamplePlace, group: SampleGroup) -> dict[str, Any]:
 
 
 def differing_parts(texts: Sequence[str], most: int) -> list[str]:
-    """Return each text without the words that all texts share at start and end, cut to about `most` characters.
-
-    If all texts are equal, their end is returned, because prompts usually end with the question.
-    """
+    """Return texts without their common start and end, cut to about `most` characters; of equal texts, the end."""
     if len(set(texts)) < 2:
         return [text if len(text) <= most else f"… {text[-most:]}" for text in texts]
     begin = _WORD_AT_END.sub("", _shared_start(texts))

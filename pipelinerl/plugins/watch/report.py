@@ -93,10 +93,7 @@ def report_of(run_dir: Path) -> list[Path]:
 
 
 def write_report(run_dir: Path) -> ReportFiles:
-    """Write `report.html` and `learning_curve.png` into the run's directory.
-
-    Raises FileNotFoundError if there is no event log, OSError if the disk is full.
-    """
+    """Write page and picture into the run's directory. Raises FileNotFoundError without a log, or OSError."""
     history = tell(read_events(run_dir / "events.jsonl"))
     recipe = run_dir / "recipe.toml"
     text = recipe_without_secrets(recipe.read_text()) if recipe.is_file() else ""
@@ -274,10 +271,7 @@ def update_charts(history: RunHistory) -> list[Chart]:
 
 
 def domain_charts(history: RunHistory) -> list[Chart]:
-    """Return charts of the run's entropy and length, and of metrics of the first `_MOST_DOMAINS` domains.
-
-    Metrics are drawn over the step, but rewards and accuracies over the version that sampled the answers.
-    """
+    """Return charts of entropy, length, and metrics of the first domains; rewards over the sampling version."""
     names, steps = list(groups_of(history.steps, "by_domain"))[:_MOST_DOMAINS], history.by_step
     placed = placed_by_version(history.steps)
 
@@ -376,10 +370,7 @@ def evaluation_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
 
 
 def group_rows(evaluations: Sequence[Event]) -> list[tuple[str, ...]]:
-    """Return a table row for each domain, then for each tag, with the columns `GROUP_HEAD`.
-
-    The rows come from the last evaluation that reports domains.
-    """
+    """Return rows by domain, then by tag, of the last evaluation with domains, in the columns `GROUP_HEAD`."""
     last = next((event for event in reversed(evaluations) if event.get("by_domain")), {})
     return [
         (

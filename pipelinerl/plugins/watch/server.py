@@ -310,10 +310,7 @@ def add_steering(app: FastAPI, pages: Pages) -> None:
 
 
 def _steered(watched: WatchedRun, looks_only: bool = False) -> tuple[dict[str, Any], RunStatus | None]:
-    """Return a table of `may_steer` (True if changes are allowed) and `why_not`, and the controller's status.
-
-    The status is None if the run is over or the controller does not answer.
-    """
+    """Return a table of `may_steer` and `why_not`, and the status of the controller if it answers."""
     if watched.view.state:
         status, why_not = None, "the run is over"
     else:

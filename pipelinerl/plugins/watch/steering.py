@@ -115,10 +115,7 @@ class Steering:
                 self._requested_at = -math.inf  # the change has made the cached status outdated
 
     def refused(self, changes: Mapping[str, Any]) -> list[dict[str, str]]:
-        """Return the errors with which the controller would refuse the changes, each with the name of its knob.
-
-        The name is empty if only the combination of changes is invalid; the list is empty if all would be accepted.
-        """
+        """Return the errors, by knob, with which the controller would refuse changes; "" names their combination."""
         now = self._recipe_knobs().patched(self.knobs().knobs)
         try:
             now.patched(changes)

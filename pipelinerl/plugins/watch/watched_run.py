@@ -44,10 +44,7 @@ _RETRY_MS: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class FeedEntry:
-    """One event of the feed: its id (`place`) and the bytes sent to each listener.
-
-    `step` is the step that the event reports; None if it reports something else.
-    """
+    """One event of the feed: its id (`place`), the bytes for each listener, and its `step` if it reports one."""
 
     place: str
     frame: bytes
@@ -137,10 +134,7 @@ _PIECE_BYTES: Final = 2**20
 
 
 class WatchedRun:
-    """State of the run in a directory, and its controller; callers must hold `lock` while they read the state.
-
-    With `read_only`, no page may change the run.
-    """
+    """A run in a directory, and its controller; hold `lock` while reading. With `read_only`, nothing can be changed."""
 
     def __init__(self, number: int, run_dir: Path, *, read_only: bool = False) -> None:
         self.number = number

@@ -142,10 +142,7 @@ class SamplePlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleChoice:
-    """One page of matching samples, of which there are `matched` in all.
-
-    `after` is the value of `SampleFilter.after` for the next page; None if this page is not full, so the last.
-    """
+    """One page of `matched` samples; `after` is `SampleFilter.after` for the next page, or None if this is the last."""
 
     matched: int
     places: list[SamplePlace]

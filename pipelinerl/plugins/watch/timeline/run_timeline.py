@@ -138,10 +138,7 @@ class RunTimeline:
                 self._longest_s = max(self._longest_s, trained - drawn.claimed)
 
     def window(self, start: float | None = None, end: float | None = None, *, points: int = 1500) -> dict[str, Any]:
-        """Return the data to draw the interval [start, end] at a width of `points`.
-
-        `start` and `end` are in seconds; None means the run's start or end.
-        """
+        """Return the data to draw [start, end] in seconds (None: the run's start or end) at a width of `points`."""
         start = max(0.0, start or 0.0)
         end = self._reader.now if end is None else end
         end = max(end, start + 1e-6)
@@ -178,10 +175,7 @@ class RunTimeline:
         }
 
     def _groups_between(self, start: float, end: float) -> dict[str, Any]:
-        """Return the groups in progress between `start` and `end`, in columns, and their number, `total`.
-
-        Of more than `MOST_GROUPS` groups, only every n-th is returned.
-        """
+        """Return the groups in progress in [start, end], every n-th if they are too many, and their number, `total`."""
         first = bisect_left(self._groups, start, key=lambda group: group.trained)
         last = bisect_right(self._groups, end + self._longest_s, key=lambda group: group.trained)
         touching = [group for group in self._groups[first:last] if group.claimed <= end]

@@ -68,10 +68,7 @@ class RunSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ChangeResult:
-    """A sentence for the user, usually the result of a knob's change.
-
-    `refused` is True if it reports an error: the controller has refused the change, or does not answer.
-    """
+    """A sentence for the user; `refused` is True if it is an error, or the controller does not answer."""
 
     sentence: str
     refused: bool = False

@@ -98,6 +98,13 @@ def test_recipe_that_names_a_missing_plugin_says_which_one_and_how_to_get_it(bar
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_core_works_without_this_plugin(plugin, tmp_path):
+    status, text = ran(without([plugin], tmp_path), "-m", "pipelinerl", "check", "tiny")
+    assert status == 0, text
+
+
+@pytest.mark.slow
 def test_tiny_trains_without_plugins(bare, tmp_path):
     quick = (f"run.directory={tmp_path}", "run.steps=3", "training.rollouts_per_step=32", "evaluation.problems=4")
     status, text = ran(bare, "-m", "pipelinerl", "run", "tiny", *quick)

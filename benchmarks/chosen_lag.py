@@ -6,7 +6,8 @@
     one off               (1, 2), the setting of `tiny`
     fixed j, k            (1, 8): k bounds the staleness, and the run chooses the lag within it
 
-`--recipe` takes another recipe than `tiny`, such as one whose compute dominates, and `--steps` its number of steps.
+`--recipe` takes another recipe than `tiny`, and `--steps` its number of steps. In `--recipe compute_bound`, the
+trainer's compute dominates: a random decoder of 24 MB learns to answer with vowels.
 Learning curves of few seeds are too noisy to compare settings, so the figures are the median seconds of a step after
 the first third of the run, and the lag. A ratio compares the arms of one seed, which run one after the other.
 """
@@ -14,14 +15,29 @@ the first third of the run, and the lag. A ratio compares the arms of one seed, 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Final
 
 from benchmarks.arms import Column, Figures, FinishedRun, Job, by_arm, measured, steps_of, table, training_clock
+from pipelinerl.plugins.warmstart.tiny_decoder import DebugSize, char_tokenizer, random_decoder
+from pipelinerl.types import Problem
 
 RECIPE: Final = "tiny"
+#: The recipe `compute_bound`, without the path of its model.
+_COMPUTE_BOUND: Final = """
+base = "tiny"
+run.name = "compute_bound"
+engine = { slots = 64, context_length = 64 }
+sampling.max_tokens = 24
+training.rollouts_per_step = 64
+[[domains]]
+name = "vowels"
+source = "reasoning_gym:spell_backward"
+verifier = "benchmarks.chosen_lag:vowels"
+"""
 #: Overrides of the recipe's keys, by arm.
 ARMS: Final[Mapping[str, tuple[str, ...]]] = {
     "auto": ("staleness.mode=auto",),
@@ -44,13 +60,28 @@ def run(
     """Train every arm with every seed, print a table of the results and, unless `quick`, record them."""
     steps, name = steps or (30 if quick else 150), Path(recipe).stem
     changes = (f"run.steps={steps}", f"evaluation.interval_steps={steps}", "evaluation.problems=16")
-    jobs = [Job(arm, seed, recipe, (*changes, *own)) for seed in seeds for arm, own in ARMS.items()]
-    runs = measured(
-        "chosen_lag" if recipe == RECIPE else f"chosen_lag_{name}", jobs, _figures, quick=quick, judged=False
-    )
+    with tempfile.TemporaryDirectory(prefix="pipelinerl-chosen-lag-") as folder:
+        path = str(compute_bound(Path(folder))) if recipe == "compute_bound" else recipe
+        jobs = [Job(arm, seed, path, (*changes, *own)) for seed in seeds for arm, own in ARMS.items()]
+        record = "chosen_lag" if recipe == RECIPE else f"chosen_lag_{name}"
+        runs = measured(record, jobs, _figures, quick=quick, judged=False)
     auto = {row["seed"]: row["step_s"] for row in by_arm(runs)["auto"]}
     rows = [row | {"ratio": row["step_s"] / auto[row["seed"]]} for row in runs]
     print(f"\nchosen lag: {name}, {steps} steps; mean over the seeds [lowest, highest]\n{table(rows, COLUMNS)}")
+
+
+def compute_bound(folder: Path) -> Path:
+    """Write the recipe `compute_bound` and its model into `folder`; return the recipe's path."""
+    random_decoder(DebugSize.MB_24).save_pretrained(folder / "model")
+    char_tokenizer().save_pretrained(str(folder / "model"), save_jinja_files=False)
+    recipe = folder / "compute_bound.toml"
+    recipe.write_text(f'model.path = "{folder / "model"}"{_COMPUTE_BOUND}')
+    return recipe
+
+
+def vowels(problem: Problem, text: str) -> float:
+    """Return the share of the answer's characters that are vowels."""
+    return sum(letter in "aeiou" for letter in text) / max(1, len(text))
 
 
 def _figures(job: Job, run: FinishedRun) -> Figures:

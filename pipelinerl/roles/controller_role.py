@@ -88,7 +88,7 @@ async def run(identity: Identity, *, from_journal: bool = False) -> None:
                 time_ms, number = parse_id(await stream.last_id(partition))
                 await stream.trim(partition, before=f"{time_ms}-{number + 1}")
         write_recipe(config, run_dir, identity.redis_url, begins=begins)
-        cores = shared_cores(config, identity.host)
+        cores = shared_cores(config, listener.getsockname()[0])
         controller = build_controller(config, latest[1] if latest else None, cores=cores)
         for sentence in overruled(config, controller.state.knobs) if not from_journal else ():
             log.warning(sentence)

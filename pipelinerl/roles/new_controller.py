@@ -62,7 +62,7 @@ def overruled(config: RunConfig, knobs: Knobs) -> list[str]:
 def shared_cores(config: RunConfig, host: str) -> tuple[int, ...]:
     """Return the cores of this machine if all of a run's engines and its trainer may share them in turn; else none.
 
-    `host` is the address at which the controller listens: processes of other machines cannot reach loopback.
+    `host` is the IP address at which the controller listens: processes of other machines cannot reach loopback.
     """
     devices, cores = (config.engine.device, config.trainer.device), usable_cores()
     is_alone = ip_address(host).is_loopback and len(cores) > 1 and not any(map(on_accelerator, devices))

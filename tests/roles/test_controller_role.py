@@ -92,7 +92,13 @@ async def serving(who, *, from_journal=False):
 
 @pytest.mark.parametrize(
     ("host", "reached_at"),
-    [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]"), ("::", "[::1]")],
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("localhost", "127.0.0.1"),
+        ("0.0.0.0", "127.0.0.1"),
+        ("::1", "[::1]"),
+        ("::", "[::1]"),
+    ],
 )
 async def test_local_commands_find_and_reach_a_controller_whichever_interface_it_listens_on(
     tmp_path, redis_url, host, reached_at

@@ -14,12 +14,11 @@ from launch.cluster.membership import Members
 from launch.hosts import read_hosts
 from pipelinerl.config.recipe import load
 from pipelinerl.errors import UserError
-from pipelinerl.observability.events import read_events
 from pipelinerl.system.machine import free_ports
 from tests.fakes.bigram_recipe import bigram_recipe
 from tests.fakes.kubelet import Kubelet
 from tests.fakes.live_run import CLI
-from tests.launch.config import config_of
+from tests.launch.config import config_of, events_of
 from tests.patience import PATIENCE_S
 
 RUN = Path("/runs/x")
@@ -131,49 +130,36 @@ def _until(kubelet, reached, what):
         time.sleep(0.05)
 
 
-def _events(directory, kind):
-    path = directory / "events.jsonl"
-    return [event for event in (read_events(path) if path.is_file() else []) if event["kind"] == kind]
-
-
-@pytest.mark.slow
-def test_run_on_kubernetes_pods_completes_and_ends_all_pods(tmp_path):
-    with _pods(tmp_path, "run.steps=4") as (kubelet, directory):
-        _until(kubelet, kubelet.follow, "the end of all jobs")
-        assert [pod.ended for pod in kubelet.pods] == [0, 0], kubelet.story()
-        hosts = {event["url"].split(":")[1] for event in _events(directory, "engine_verified")}
-        assert hosts == {"//127.0.1.1", "//127.0.1.2"} and _events(directory, "run_finished")
-        assert os.stat(directory / "tokens.json").st_mode & 0o077 == 0
-
-
-def _stop(directory):
+def _stop(kubelet, directory):
     subprocess.run([*CLI, "stop", str(directory)], check=True, timeout=PATIENCE_S)
+    _until(kubelet, kubelet.follow, "the end of all jobs")
+    assert [pod.ended for pod in kubelet.pods] == [0, 0], kubelet.story()
+    assert events_of(directory, "run_finished")
 
 
 @pytest.mark.slow
 def test_dead_kubernetes_worker_pod_is_replaced_and_the_run_continues(tmp_path):
     with _pods(tmp_path, "run.steps=100000") as (kubelet, directory):
         head, worker = kubelet.pods
-        _until(kubelet, lambda: len(_events(directory, "engine_verified")) == 2, "both engines")
+        _until(kubelet, lambda: len(events_of(directory, "engine_verified")) == 2, "both engines")
         assert head.is_ready() and worker.is_ready()
+        hosts = {event["url"].split(":")[1] for event in events_of(directory, "engine_verified")}
+        assert hosts == {"//127.0.1.1", "//127.0.1.2"}
+        assert os.stat(directory / "tokens.json").st_mode & 0o077 == 0
         worker.kill()
         _until(kubelet, lambda: worker.failures == 1, "the end of the worker")
-        _until(kubelet, lambda: len(_events(directory, "engine_verified")) == 3, "an engine in its new pod")
-        _stop(directory)
-        _until(kubelet, kubelet.follow, "the end of all jobs")
-        assert [pod.ended for pod in kubelet.pods] == [0, 0], kubelet.story()
+        _until(kubelet, lambda: len(events_of(directory, "engine_verified")) == 3, "an engine in its new pod")
+        _stop(kubelet, directory)
 
 
 @pytest.mark.slow
 def test_dead_kubernetes_head_pod_is_replaced_and_the_run_resumes_from_its_checkpoint(tmp_path):
     with _pods(tmp_path, "run.steps=100000", "checkpoint.interval_steps=5") as (kubelet, directory):
         head, _ = kubelet.pods
-        _until(kubelet, lambda: _events(directory, "checkpoint"), "a checkpoint")
+        _until(kubelet, lambda: events_of(directory, "checkpoint"), "a checkpoint")
         head.kill()
-        _until(kubelet, lambda: len(_events(directory, "run_started")) == 2, "the run in a new pod")
-        _until(kubelet, lambda: len(_events(directory, "trainer_ready")) == 2, "a trainer in the new pod")
-        assert _events(directory, "trainer_ready")[-1]["model_version"] >= 5
-        _stop(directory)
-        _until(kubelet, kubelet.follow, "the end of all jobs")
-        assert [pod.ended for pod in kubelet.pods] == [0, 0], kubelet.story()
+        _until(kubelet, lambda: len(events_of(directory, "run_started")) == 2, "the run in a new pod")
+        _until(kubelet, lambda: len(events_of(directory, "trainer_ready")) == 2, "a trainer in the new pod")
+        assert events_of(directory, "trainer_ready")[-1]["model_version"] >= 5
+        _stop(kubelet, directory)
         assert head.failures == 1

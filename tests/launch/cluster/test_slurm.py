@@ -17,11 +17,10 @@ from launch.cluster import slurm
 from launch.cluster.membership import Members
 from launch.hosts import read_hosts
 from pipelinerl.errors import UserError
-from pipelinerl.observability.events import read_events
 from pipelinerl.system.machine import free_ports
-from tests.fakes.live_run import CLI, endless_run, light_run
+from tests.fakes.live_run import CLI, endless_run
 from tests.fakes.slurm_cluster import slurm_cluster
-from tests.launch.config import config_of
+from tests.launch.config import config_of, events_of
 from tests.patience import PATIENCE_S
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hosts"
@@ -141,11 +140,6 @@ def _submitted(cluster, arguments):
     return output.partition("submitted as job ")[2].partition(";")[0]
 
 
-def _events(directory, kind):
-    path = directory / "events.jsonl"
-    return [event for event in (read_events(path) if path.is_file() else []) if event["kind"] == kind]
-
-
 def _until(cluster, directory, reached, what):
     deadline = time.monotonic() + PATIENCE_S
     while not reached():
@@ -157,37 +151,27 @@ def _until(cluster, directory, reached, what):
 
 
 @pytest.mark.slow
-def test_run_completes_on_a_slurm_cluster_of_two_nodes(tmp_path):
-    directory = tmp_path / "run"
-    with slurm_cluster(tmp_path / "slurm") as cluster:
-        job = _submitted(cluster, light_run(directory, "run.steps=4", "engine.count=2"))
-        _until(cluster, directory, lambda: cluster.state(job) in ("COMPLETED", "FAILED"), "the job's end")
-        output = (directory / f"slurm-{job}.out").read_text()
-        assert cluster.state(job) == "COMPLETED", output
-    assert _events(directory, "run_finished"), output
-    hosts = {event["url"].split(":")[1] for event in _events(directory, "engine_verified")}
-    assert hosts == {"//127.0.0.1", "//127.0.0.2"}
-
-
-@pytest.mark.slow
 def test_run_suspended_at_the_slurm_time_limit_resumes_in_the_requeued_job(tmp_path):
     directory = tmp_path / "run"
 
     def made():
-        return [event["step"] for event in _events(directory, "step")]
+        return [event["step"] for event in events_of(directory, "step")]
 
     with slurm_cluster(tmp_path / "slurm") as cluster:
         job = _submitted(cluster, endless_run(directory, "engine.count=2"))
+        _until(cluster, directory, lambda: len(events_of(directory, "engine_verified")) >= 2, "both engines")
+        hosts = {event["url"].split(":")[1] for event in events_of(directory, "engine_verified")}
+        assert hosts == {"//127.0.0.1", "//127.0.0.2"}
         _until(cluster, directory, lambda: len(made()) >= 3, "three steps")
         cluster.run("scancel", "--batch", "--signal=TERM", job)
         _until(cluster, directory, lambda: cluster.state(job) == "PENDING", "the job in the queue again")
         reached = max(made())
-        assert len(_events(directory, "run_suspended")) == 1
+        assert len(events_of(directory, "run_suspended")) == 1
         cluster.run("scontrol", "update", f"JobId={job}", f"StartTime={_SOON}")
         _until(cluster, directory, lambda: max(made()) >= reached + 3, "three steps more")
         cluster.run(*CLI, "stop", str(directory))
         _until(cluster, directory, lambda: cluster.state(job) in ("COMPLETED", "FAILED"), "the job's end")
         assert cluster.state(job) == "COMPLETED", (directory / f"slurm-{job}.out").read_text()
     assert made() == list(range(1, max(made()) + 1)), "each step is trained once"
-    orders = [order for event in _events(directory, "step") for order in event["orders"]]
-    assert len(orders) == len(set(orders)) == _events(directory, "run_finished")[-1]["ledger"]["trained"]
+    orders = [order for event in events_of(directory, "step") for order in event["orders"]]
+    assert len(orders) == len(set(orders)) == events_of(directory, "run_finished")[-1]["ledger"]["trained"]

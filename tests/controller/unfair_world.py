@@ -127,23 +127,11 @@ class UnfairWorld:
     def suffer(self) -> None:
         """Make one random event that is possible in a real run."""
         happens: list[tuple[Callable[[], None], int]] = [
-            (self.turn_knobs, 4),
-            (self.work, 12),
-            (self.read_directives, 2),
-            (self.step, 2),
-            (self.publish, 2),
-            (self.prove, 2),
-            (self.tick, 3),
-            (self.lose_engine, 1),
-            (self.lag, 1),
-            (self.engine_returns, 2),
-            (self.new_engine, 1),
-            (self.drain, 1),
-            (self.lose_actor, 1),
-            (self.starve, 1),
-            (self.lose_trainer, 1),
+            (self.turn_knobs, 4), (self.work, 12), (self.read_directives, 2), (self.step, 2), (self.publish, 2),
+            (self.prove, 2), (self.tick, 3), (self.lose_engine, 1), (self.lag, 1), (self.engine_returns, 2),
+            (self.new_engine, 1), (self.drain, 1), (self.lose_actor, 1), (self.starve, 1), (self.lose_trainer, 1),
             (self.lose_streams, 1),
-        ]
+        ]  # fmt: skip
         (what,) = self.rng.choices([each for each, _ in happens], [weight for _, weight in happens])
         self.history.append(what.__name__)
         what()

@@ -270,15 +270,10 @@ def test_message_is_unchanged_after_encoding_and_decoding(kind, body):
 @given(
     st.builds(
         PromptOrder,
-        order_id=st.text(max_size=20),
         index=st.integers(0, 2**40),
-        purpose=st.sampled_from(Purpose),
         problem=st.builds(
             Problem,
-            problem_id=st.text(max_size=5),
-            domain=st.text(max_size=5),
-            messages=st.lists(st.builds(Message, st.text(max_size=5), st.text(max_size=5)), max_size=3).map(tuple),
-            ground_truth=st.text(max_size=5),
+            messages=st.lists(st.builds(Message), max_size=3).map(tuple),
             metadata=st.dictionaries(st.text(max_size=5), PLAIN_DATA, max_size=3),
         ),
         sampling=st.builds(
@@ -373,56 +368,26 @@ def group_header(**changes):
     Each of the three columns of such a group has 8 bytes.
     """
     header = {
-        "group_id": "g",
-        "index": 0,
-        "domain": "d",
-        "actor": "a",
-        "problem": ["", [], ""],
-        "context_lengths": [2],
-        "spans": [[[0, 2]]],
-        "findings": [["correct", 1.0, "", "", []]],
-        "endings": [["stop", 1.0, 0]],
-        "turn_contexts": [0],
-        "turn_spans": [0],
-        "rollout_turns": [1],
-        "rollout_findings": [0],
-        "rollout_endings": [0],
-        "columns": [],
-        "refusal": "",
-        "notes": [],
-        "turn_notes": [],
-        "rollout_parents": [],
-    }
+        "group_id": "g", "index": 0, "domain": "d", "actor": "a", "problem": ["", [], ""], "context_lengths": [2],
+        "spans": [[[0, 2]]], "findings": [["correct", 1.0, "", "", []]], "endings": [["stop", 1.0, 0]],
+        "turn_contexts": [0], "turn_spans": [0], "rollout_turns": [1], "rollout_findings": [0],
+        "rollout_endings": [0], "columns": [], "refusal": "", "notes": [], "turn_notes": [], "rollout_parents": [],
+    }  # fmt: skip
     return list((header | changes).values())
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"context_lengths": [300]},
-        {"context_lengths": [-2]},
-        {"turn_contexts": [1]},
-        {"turn_contexts": [0, 0]},
-        {"spans": [[[0, -2]]]},
-        {"spans": [[[0, 200]]]},
-        {"spans": []},
-        {"turn_spans": []},
-        {"turn_spans": [-3]},
-        {"rollout_turns": [2]},
-        {"rollout_turns": []},
-        {"rollout_findings": [3]},
-        {"rollout_endings": []},
-        {"findings": [["maybe", 1.0, "", "", []]]},
-        {"findings": [["correct", 1.0, ""]]},
-        {"turn_notes": [0]},
-        {"notes": [[0.5, "main", ""]], "turn_notes": [0, 0]},
-        {"rollout_parents": [[0]]},
-        {"rollout_parents": [[-2]]},
-        {"rollout_parents": [[-1, 0]]},
-        {"rollout_parents": [[-1], [-1]]},
+        {"context_lengths": [300]}, {"context_lengths": [-2]}, {"turn_contexts": [1]}, {"turn_contexts": [0, 0]},
+        {"spans": [[[0, -2]]]}, {"spans": [[[0, 200]]]}, {"spans": []}, {"turn_spans": []}, {"turn_spans": [-3]},
+        {"rollout_turns": [2]}, {"rollout_turns": []}, {"rollout_findings": [3]}, {"rollout_endings": []},
+        {"findings": [["maybe", 1.0, "", "", []]]}, {"findings": [["correct", 1.0, ""]]}, {"turn_notes": [0]},
+        {"notes": [[0.5, "main", ""]], "turn_notes": [0, 0]}, {"rollout_parents": [[0]]},
+        {"rollout_parents": [[-2]]}, {"rollout_parents": [[-1, 0]]}, {"rollout_parents": [[-1], [-1]]},
     ],
     ids=lambda changes: repr(changes),
-)
+)  # fmt: skip
 def test_inconsistent_group_record_is_rejected(changes):
     assert decode_group(sealed(Kind.GROUP, group_header(), bytes(24))).num_tokens == 4
     with pytest.raises(RecordError, match=r"is inconsistent|does not fit its kind"):

@@ -194,23 +194,14 @@ def test_alarm_of_the_run_is_raised_at_its_threshold_and_cleared_below_it(kind, 
 @pytest.mark.parametrize(
     ("kind", "seen", "bad", "before", "stands"),
     [
-        ("truncated", 100, 20, False, False),
-        ("truncated", 100, 21, False, True),
-        ("truncated", 100, 17, True, True),
-        ("truncated", 100, 16, True, False),
-        ("truncated", 3, 3, False, False),
-        ("stale", 100, 10, False, False),
-        ("stale", 100, 11, False, True),
-        ("stale", 1000, 81, True, True),
-        ("stale", 1000, 80, True, False),
-        ("stale", 3, 3, False, False),
-        ("unjudged", 100, 5, False, False),
-        ("unjudged", 100, 6, False, True),
-        ("unjudged", 1000, 41, True, True),
-        ("unjudged", 1000, 40, True, False),
-        ("unjudged", 3, 3, False, False),
+        ("truncated", 100, 20, False, False), ("truncated", 100, 21, False, True), ("truncated", 100, 17, True, True),
+        ("truncated", 100, 16, True, False), ("truncated", 3, 3, False, False),
+        ("stale", 100, 10, False, False), ("stale", 100, 11, False, True), ("stale", 1000, 81, True, True),
+        ("stale", 1000, 80, True, False), ("stale", 3, 3, False, False),
+        ("unjudged", 100, 5, False, False), ("unjudged", 100, 6, False, True), ("unjudged", 1000, 41, True, True),
+        ("unjudged", 1000, 40, True, False), ("unjudged", 3, 3, False, False),
     ],
-)
+)  # fmt: skip
 def test_alarm_of_a_domain_is_raised_at_its_threshold_and_cleared_below_it(kind, seen, bad, before, stands):
     counts = (
         DomainCounts(groups=seen - bad, stale=bad) if kind == "stale" else DomainCounts(rollouts=seen, **{kind: bad})

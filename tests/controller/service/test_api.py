@@ -206,27 +206,14 @@ async def test_launcher_counts_as_present_while_it_polls_the_status(run, http):
 @pytest.mark.parametrize(
     "body",
     [
-        {},
-        {"url": None},
-        {"url": ""},
-        {"url": "engine-0"},
-        {"url": "ftp://host:1"},
-        {"url": "http://"},
-        {"url": "http://user:secret@host:1"},
-        {"url": "http://host:1/path"},
-        {"url": "http://host:1?x=1"},
-        {"url": "http://host:1\nx"},
-        {"url": "http://" + "h" * 300},
-        {"url": "http://gpu..box:8001"},
-        {"url": f"http://{'h' * 64}:8001"},
-        {"url": "http://:8001"},
-        {"url": "http://[::1:8001"},
-        {"url": "http://host:65536"},
-        {"url": "http://host:x"},
-        {"url": ENGINE, "incarnation": "x" * 65},
+        {}, {"url": None}, {"url": ""}, {"url": "engine-0"}, {"url": "ftp://host:1"}, {"url": "http://"},
+        {"url": "http://user:secret@host:1"}, {"url": "http://host:1/path"}, {"url": "http://host:1?x=1"},
+        {"url": "http://host:1\nx"}, {"url": "http://" + "h" * 300}, {"url": "http://gpu..box:8001"},
+        {"url": f"http://{'h' * 64}:8001"}, {"url": "http://:8001"}, {"url": "http://[::1:8001"},
+        {"url": "http://host:65536"}, {"url": "http://host:x"}, {"url": ENGINE, "incarnation": "x" * 65},
         {"url": ENGINE, "incarnation": 1},
     ],
-)
+)  # fmt: skip
 async def test_engine_registration_with_an_invalid_url_or_field_is_rejected(run, http, body):
     answer = await http.post("/engines", json=body)
     assert answer.status_code == 422

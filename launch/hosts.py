@@ -98,12 +98,7 @@ class Host:
 
     def to_json(self) -> dict[str, Any]:
         """Return the host as a JSON table, for a file that other hosts read."""
-        return {
-            "name": self.name,
-            "address": self.address,
-            "gpus": len(self.devices),
-            "roles": sorted(self.roles),
-        }
+        return {"name": self.name, "address": self.address, "gpus": len(self.devices), "roles": sorted(self.roles)}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Host:

@@ -41,20 +41,15 @@ HostWords = Annotated[
 HostCount = Annotated[int | None, typer.Option("--nodes", help="Number of hosts, if the launcher names them.")]
 Gpus = Annotated[int | None, typer.Option("--gpus", min=0, help="GPUs of each host whose --node does not give them.")]
 FirstPort = Annotated[
-    int | None,
-    typer.Option("--first-port", min=1024, max=65000, help="First port of a run on several hosts."),
+    int | None, typer.Option("--first-port", min=1024, max=65000, help="First port of a run on several hosts.")
 ]
 
 On = Annotated[
     str | None,
-    typer.Option(
-        "--on",
-        help="What starts the nodes: slurm, kubernetes, ray or ray://HOST:10001 (default: you do).",
-    ),
+    typer.Option("--on", help="What starts the nodes: slurm, kubernetes, ray or ray://HOST:10001 (default: you do)."),
 ]
 SlurmOptions = Annotated[
-    list[str] | None,
-    typer.Option("--slurm", help="An option of sbatch, such as --slurm=--partition=gpu; repeatable."),
+    list[str] | None, typer.Option("--slurm", help="An option of sbatch, such as --slurm=--partition=gpu; repeatable.")
 ]
 Image = Annotated[str | None, typer.Option("--image", help="Container image with this project, for --on kubernetes.")]
 

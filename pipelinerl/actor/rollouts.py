@@ -24,16 +24,7 @@ from pipelinerl.messages import ROLLOUTS, ShownAnswer, ShownProblem
 from pipelinerl.numerics.routed_experts import of_context, off_the_wire
 from pipelinerl.observability.samples import MOST_CHARACTERS, shortened
 from pipelinerl.streams.stream import Stream, fresh_number
-from pipelinerl.types import (
-    MOST_SHOWN,
-    ProblemSummary,
-    PromptOrder,
-    Rollout,
-    RolloutGroup,
-    Turn,
-    Verdict,
-    VersionSpan,
-)
+from pipelinerl.types import MOST_SHOWN, ProblemSummary, PromptOrder, Rollout, RolloutGroup, Turn, Verdict, VersionSpan
 from trainer_contract.types import Experts
 
 #: Maximum number of answers to one problem that are shown to readers.
@@ -65,12 +56,7 @@ def rollouts_of(
 
 
 def assemble(
-    order: PromptOrder,
-    made: Sequence[MadeRollout],
-    *,
-    actor: str,
-    refusal: str = "",
-    engines: Collection[str] = (),
+    order: PromptOrder, made: Sequence[MadeRollout], *, actor: str, refusal: str = "", engines: Collection[str] = ()
 ) -> RolloutGroup:
     """Return the group of an order from its rollouts; `refusal` is the reason if the group filter refused the group."""
     return RolloutGroup(

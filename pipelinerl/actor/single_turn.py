@@ -68,11 +68,7 @@ class SingleTurn:
 
 
 def chat_request(
-    order: PromptOrder,
-    *,
-    here: int = 0,
-    attempt: int = 0,
-    replay: RoutingReplay = RoutingReplay.OFF,
+    order: PromptOrder, *, here: int = 0, attempt: int = 0, replay: RoutingReplay = RoutingReplay.OFF
 ) -> ChatCompletionRequest:
     """Return the request for an order's missing samples: `here` samples exist already; `attempt` changes the seed."""
     sampling = order.sampling

@@ -78,10 +78,5 @@ def held_out_problems(config: RunConfig, *sets: EvaluationSet) -> dict[str, Mixt
 
 def _source_of(domain: DomainSection, split: Split, *, seed: int) -> ProblemSource:
     return open_source(
-        domain.source,
-        domain=domain.name,
-        split=split,
-        seed=seed,
-        parameters=domain.parameters,
-        prompts=domain.prompts,
+        domain.source, domain=domain.name, split=split, seed=seed, parameters=domain.parameters, prompts=domain.prompts
     )

@@ -118,13 +118,7 @@ class RedisStream:
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        namespace: str,
-        timeout_s: float = 10.0,
-        outage_s: float = 300.0,
-        max_length: int = 100_000,
+        self, url: str, *, namespace: str, timeout_s: float = 10.0, outage_s: float = 300.0, max_length: int = 100_000
     ) -> None:
         """Create the client. Raises `AddressError` if the address is malformed."""
         self.max_length: Final = max_length
@@ -137,11 +131,7 @@ class RedisStream:
         self._walked: dict[tuple[str, str], float] = {}
         try:
             self._client = Redis.from_url(
-                url,
-                protocol=2,
-                retry=Retry(NoBackoff(), 0),
-                socket_timeout=None,
-                socket_connect_timeout=timeout_s / 4,
+                url, protocol=2, retry=Retry(NoBackoff(), 0), socket_timeout=None, socket_connect_timeout=timeout_s / 4
             )
         except ValueError as error:
             sentence = f"a stream server's address must be redis://host:port, got {self._address}: {error}"

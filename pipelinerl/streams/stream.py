@@ -154,11 +154,6 @@ class DeadLetters:
 
     async def bury(self, entry: Entry, error: RecordError) -> None:
         """Store `entry`, which failed to decode with `error`. The entry also stays in its own stream until trimmed."""
-        fields = {
-            "stream": entry.stream,
-            "entry_id": entry.entry_id,
-            "reason": str(error),
-            "payload": entry.payload,
-        }
+        fields = {"stream": entry.stream, "entry_id": entry.entry_id, "reason": str(error), "payload": entry.payload}
         await self._streams.append(DEAD_LETTERS, [encode_message("dead-letter", fields)])
         self.counts[entry.stream] += 1

@@ -36,26 +36,9 @@ from pipelinerl.messages import (
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import decode_group, encode_order
 from pipelinerl.streams.stream import DEAD_LETTERS, START
-from pipelinerl.types import (
-    Answered,
-    Message,
-    Outcome,
-    Priority,
-    Problem,
-    PromptOrder,
-    Purpose,
-    Sampling,
-    Verdict,
-)
+from pipelinerl.types import Answered, Message, Outcome, Priority, Problem, PromptOrder, Purpose, Sampling, Verdict
 from pipelinerl.verifiers.group_filter import GroupFilter
-from pipelinerl.verifiers.verifier import (
-    Judgement,
-    PerAnswerVerifier,
-    correct,
-    failed,
-    timed_out,
-    wrong,
-)
+from pipelinerl.verifiers.verifier import Judgement, PerAnswerVerifier, correct, failed, timed_out, wrong
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.served import in_thread
 from tests.patience import PATIENCE_S

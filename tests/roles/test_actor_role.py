@@ -104,12 +104,7 @@ def order(identity):
     sampling = Sampling(num_samples=2, temperature=1.0, max_tokens=4, stop=())
     return encode_order(
         PromptOrder(
-            order_id="prompt-000001",
-            index=1,
-            purpose=Purpose.TRAINING,
-            problem=problem,
-            sampling=sampling,
-            seed=1,
+            order_id="prompt-000001", index=1, purpose=Purpose.TRAINING, problem=problem, sampling=sampling, seed=1
         )
     )
 

@@ -96,9 +96,7 @@ def directive(
         answers=answers,
         epoch=state.epoch,
         knobs=TrainerKnobs(
-            k=state.knobs.k,
-            learning_rate=state.knobs.learning_rate,
-            rollouts_per_step=state.knobs.rollouts_per_step,
+            k=state.knobs.k, learning_rate=state.knobs.learning_rate, rollouts_per_step=state.knobs.rollouts_per_step
         ),
         publish_to=recipients,
         to_verify=[url for url in state.fleet.to_verify() if url in recipients],

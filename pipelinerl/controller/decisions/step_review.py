@@ -173,10 +173,7 @@ def _remember(state: RunState, report: StepDone) -> None:
         )
         for domain, figures in watched.by_domain.items()
     }
-    before, watched.stale = (
-        watched.stale,
-        Sampled(stats.get("stale_answers", 0.0), stats.get("stale_tokens", 0.0)),
-    )
+    before, watched.stale = (watched.stale, Sampled(stats.get("stale_answers", 0.0), stats.get("stale_tokens", 0.0)))
     if watched.stale.tokens < before.tokens:  # another trainer counts from 0
         before = Sampled()
     step = WatchedStep(

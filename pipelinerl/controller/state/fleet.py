@@ -248,10 +248,7 @@ class Fleet:
                 return self._rested(known, now=now)
             if repeated:
                 self._change(
-                    url,
-                    incarnation=known.incarnation or incarnation,
-                    name=known.name or name,
-                    type=known.type or type,
+                    url, incarnation=known.incarnation or incarnation, name=known.name or name, type=known.type or type
                 )
                 return False
             if known.lifecycle is EngineLifecycle.DRAINING:

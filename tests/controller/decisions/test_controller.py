@@ -134,8 +134,7 @@ def test_controller_requests_extra_groups_for_expected_filtering_by_default_exce
 
 
 @pytest.mark.parametrize(
-    ("settings", "k"),
-    [({}, 4.0), ({"overdue": Overdue.WAIT}, None), ({"scope": StalenessScope.ROLLOUT}, None)],
+    ("settings", "k"), [({}, 4.0), ({"overdue": Overdue.WAIT}, None), ({"scope": StalenessScope.ROLLOUT}, None)]
 )
 def test_actors_get_no_staleness_limit_if_overdue_groups_may_still_be_trained_on(settings, k):
     made = controller(k=4, **settings)

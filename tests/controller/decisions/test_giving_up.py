@@ -142,10 +142,7 @@ def beat(name, **verifiers):
 
 def failing(errors=0, timeouts=0, judged=0):
     return VerifierFigures(
-        judged=judged,
-        errors_in_a_row=errors,
-        timeouts_in_a_row=timeouts,
-        reason="verifier_error: r.py:3: KeyError",
+        judged=judged, errors_in_a_row=errors, timeouts_in_a_row=timeouts, reason="verifier_error: r.py:3: KeyError"
     )
 
 

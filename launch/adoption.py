@@ -117,11 +117,7 @@ def _words(path: Path) -> list[bytes]:
 
 
 def adopt(run_dir: Path, *, announce: Callable[[str], None] = partial(print, flush=True)) -> int:
-    """Watch the roles until the run is over; return the exit status.
-
-    Raises:
-        UserError: it is no run's directory, no role of it runs here, or another process supervises its roles.
-    """
+    """Watch the roles until the run is over; return the exit status. Raises `UserError` if no role can be watched."""
     check_layout(run_dir)
     if not (run_dir / "recipe.toml").is_file():
         raise UserError(f"{run_dir} has no run yet: recipe.toml is missing; start its controller first")

@@ -27,10 +27,7 @@ _EXAMPLE: Final = "NAME, NAME=ADDRESS or NAME=ADDRESS:gpus=8,roles=engine+actor"
 
 
 class HostRole(StrEnum):
-    """A kind of process that a host may run; verifiers count as actors.
-
-    All other kinds of processes run on the trainer's host or on the head.
-    """
+    """A kind of process that a host may run; other kinds run on the trainer's host or on the head."""
 
     ENGINE = "engine"
     TRAINER = "trainer"
@@ -65,10 +62,7 @@ class Devices:
         return f"GPU {index}" if name == str(index) else f"GPU {index} ({name})"
 
     def environment(self, indices: Sequence[int]) -> Mapping[str, str]:
-        """Return the environment variables that make exactly the devices `indices` visible to a process.
-
-        Return no variables if `indices` is empty.
-        """
+        """Return the variables that make exactly the devices `indices` visible to a process; none without indices."""
         if not indices:
             return {}
         shown = {VARIABLE: ",".join(self.each[index].name for index in indices)}

@@ -79,11 +79,7 @@ class Placement:
         raise UserError(f"this run has no host {name!r}; its hosts are {', '.join(host.name for host in self.hosts)}")
 
     def knowing(self, name: str, devices: Devices) -> Placement:
-        """Return the placement with the devices that the host `name` detected, in place of the planned ones.
-
-        Raises:
-            UserError: there is no such host, or it has fewer devices than planned.
-        """
+        """Return the placement with the devices that host `name` detected; raise `UserError` if they are too few."""
         planned = len(self.host(name).devices)
         if len(devices) < planned:
             raise UserError(
@@ -94,10 +90,7 @@ class Placement:
         return replace(self, hosts=tuple(replace(h, devices=own) if h.name == name else h for h in self.hosts))
 
     def bytes_of(self, name: str) -> int | None:
-        """Return the bytes that a process may use on each of its devices.
-
-        Return None if the process uses no device, or if the memory of a device is unknown.
-        """
+        """Return the bytes that a process may use on each of its devices; None if it has none, or if unknown."""
         assignment, devices = self.of(name), self.host_of(name).devices
         sizes = [devices.each[index].memory_mib for index in assignment.indices]
         known = [size for size in sizes if size is not None]
@@ -239,10 +232,7 @@ def _there(devices: Devices) -> str:
 
 
 def _shares(config: RunConfig, indices: Mapping[str, tuple[int, ...]], devices: Devices) -> dict[str, float | None]:
-    """Return the share of its devices' memory that each process may use; None means all of it.
-
-    The recipe sets a share, or `_divided` derives one for a process on a shared device.
-    """
+    """Return the share of its devices' memory that each process may use; None means all of it."""
     sections = {name: config.trainer if name == TRAINER else config.engine for name in indices}
     requested = {name: section.memory_share for name, section in sections.items()}
     shares = dict(requested)
@@ -352,10 +342,7 @@ class _HostAllocator:
         return list(dict.fromkeys(self.host_by_process[f"engine-{number}"] for number in range(count)))
 
     def assign_in_turn(self, kind: str, count: int, role: HostRole, *, first: Sequence[str]) -> list[str]:
-        """Assign `count` processes without GPUs in turn to hosts with the role; return the chosen hosts' names.
-
-        If any host in `first` has the role, only these hosts are used.
-        """
+        """Assign `count` processes in turn to hosts with the role, preferably those in `first`; return their names."""
         able = self._able(role)
         order = [name for name in first if name in able] or able
         self.host_by_process |= {f"{kind}-{number}": order[number % len(order)] for number in range(count)}

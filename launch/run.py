@@ -196,10 +196,7 @@ def _launch(directory: RunDirectory, launch: Launch, connect: Connect) -> int:
 
 
 def record_failure(result: RunResult, directory: RunDirectory, events: Sequence[Event]) -> None:
-    """Write `run_failed` if the run failed and its controller did not write it, so that later commands know why.
-
-    Call this once the controller has ended, because a log has one writer. `events` are those of this launch.
-    """
+    """Write `run_failed` unless the controller, which has ended, wrote it: `events` are those of this launch."""
     if result.outcome is not RunOutcome.FAILED or tell(events).finished is not None:
         return
     reason = result.message.partition("\n")[0].partition("; its log ")[0]

@@ -260,10 +260,7 @@ def change_recipe(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def record_change(run_dir: Path, after: RunConfig, *, step: int) -> list[str]:
-    """Write `after` as the run's recipe, with a comment per change made at step `step`; return these comments.
-
-    Raises `UserError` if the run is live.
-    """
+    """Write `after` as the run's recipe, with a comment per change at step `step`; return these comments."""
     directory = open_run(run_dir)
     changed = differences(_started(run_dir), after)
     if not changed:

@@ -167,10 +167,7 @@ class Supervisor:
         self._processes[spec.name] = Process(spec, self._run_dir / "logs")
 
     def revive(self, spec: ProcessSpec, *, up_s: float) -> None:
-        """Restart a process that was not started here and has died after `up_s` seconds; supervise it from now on.
-
-        Call this only from `on_tick`.
-        """
+        """Restart a process that was not started here and died after `up_s` seconds; call this only from `on_tick`."""
         process = self._processes[spec.name] = Process(spec, self._run_dir / "logs")
         self._died(process, f"{spec.name} died", up_s, time.monotonic())
 
@@ -465,10 +462,7 @@ class EngineProcesses:
         self._supervisor.refuse(spec, refusal)
 
     def _take_devices(self, requested: RequestedEngine) -> Assignment | None:
-        """Reserve and return devices for an engine, least used first; return None if too few are free.
-
-        An engine that needs no device gets an empty assignment.
-        """
+        """Reserve devices for an engine, least used first, and return them; None if too few are free."""
         config = self._launch.config
         needs = config.gpus_of_engine(requested.type) if self._devices.each else 0
         if not needs:

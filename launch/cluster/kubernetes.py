@@ -46,11 +46,7 @@ _HOST_LABEL: Final = "pipelinerl.dev/host"
 
 
 def manifests(config: RunConfig, members: Members, *, run_dir: Path, image: str) -> list[dict[str, Any]]:
-    """Return the Kubernetes objects of a run, whose directory is `run_dir` in every pod, on the shared volume.
-
-    Raises:
-        UserError: Kubernetes does not accept the name of the run or of a host, or the recipe holds a password.
-    """
+    """Return the Kubernetes objects of a run. Raises `UserError` for an invalid name, or a password in the recipe."""
     name = config.run.name
     for word in (name, *(host.name for host in members.hosts)):
         if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", word):

@@ -172,10 +172,7 @@ class _Share:
 
 
 def _await_launch(run_dir: Path, host: str, announce: Callable[[str], None], head_s: float) -> membership.LaunchRecord:
-    """Wait for a launch that is under way or completed, and return its record.
-
-    Failed and stopped launches are ignored, since another launch may follow them.
-    """
+    """Wait for a launch that is under way or completed, and return its record; ignore failed and stopped ones."""
     began = time.monotonic()
     deadline, tell_at = began + head_s, began + _SILENT_S
     while True:

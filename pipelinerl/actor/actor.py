@@ -410,10 +410,7 @@ class Actor:
         self._outbox.reports.append(encode(message))
 
     async def _made_in_time(self, order: PromptOrder) -> tuple[Sequence[MadeRollout], set[str]] | None:
-        """Return verified rollouts and their engines; report a group that became too old to train, and return None.
-
-        Evaluations never become too old.
-        """
+        """Return verified rollouts and their engines; None if the group, not an evaluation, became too old to train."""
         if order.purpose is not Purpose.TRAINING:
             return await self._made(order, lambda: None)
         held = Held(asyncio.timeout(None))

@@ -105,10 +105,7 @@ class RolloutWriter:
 
 
 def _routed_prompts(order: PromptOrder, answers: Sequence[Answer]) -> dict[int, Experts]:
-    """Return the experts to which the prompt's tokens were routed, keyed by the `id()` of each completion.
-
-    Raises `RecordError` if an answer lacks routed experts, or if their shape does not fit the tokens.
-    """
+    """Return the experts of prompts by the `id()` of their completions; `RecordError` if they do not fit."""
     found: dict[int, Experts] = {}
     for completion, choice in ((answer.completion, answer.choice) for answer in answers):
         prompt, experts = completion.prompt_token_ids or [], completion.prompt_routed_experts

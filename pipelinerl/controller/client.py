@@ -138,10 +138,7 @@ class AsyncControllerClient:
         return await self._call("GET", routes.ASSIGNMENT, ActorAssignment)
 
     async def register_engine(self, url: str, *, incarnation: str, name: str, type: str) -> EngineTaken:
-        """Offer the engine to the controller, which adds it to the fleet; return its answer.
-
-        An engine repeats its offer as long as it lives; an offer of an engine that is in the fleet has no effect.
-        """
+        """Offer the engine to the controller, as engines do repeatedly while they live; return its answer."""
         offer = {"url": url, "incarnation": incarnation, "name": name, "type": type}
         return await self._call("POST", routes.ENGINES, EngineTaken, json=offer)
 

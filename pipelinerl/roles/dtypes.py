@@ -112,10 +112,7 @@ def settled(config: RunConfig, limits: Mapping[str, int] | None = None) -> RunCo
 
 
 def with_dtype(config: RunConfig) -> RunConfig:
-    """Replace `engine.dtype = "auto"` by float32 for engines that cast and are on a CPU.
-
-    Raises `ModelError` for an unreadable model.
-    """
+    """Replace `engine.dtype = "auto"` by float32 for engines that cast and run on a CPU."""
     section = config.engine
     if section.dtype != "auto" or section.type not in registry.ENGINES.having("casts"):
         return config

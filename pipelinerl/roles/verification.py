@@ -50,10 +50,7 @@ def open_episodes(config: RunConfig, sampler: Sampler, verifiers: Mapping[str, G
 
 
 def rules_of(domain: DomainSection) -> str:
-    """Return a digest of the rules that judge the domain's answers; equal rules have equal digests on all machines.
-
-    A user's file is identified by its contents.
-    """
+    """Return a digest of the rules that judge the domain's answers; a user's file counts by its content."""
     texts = []
     for _, name in domain.verifiers:
         file = Path(name.rpartition(":")[0])

@@ -124,10 +124,7 @@ def server_url(directory: Path, port: int) -> str:
 
 
 def answers(url: str, *, timeout_s: float = 1.0) -> bool:
-    """Return whether this run's server at `url` has loaded its data and answers.
-
-    It returns False for the server of another run, which rejects the password.
-    """
+    """Return whether this run's server at `url`, and not another run's, has loaded its data and answers."""
     client = Redis.from_url(
         url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0), protocol=2
     )

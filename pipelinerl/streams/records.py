@@ -300,10 +300,7 @@ def decode_order(record: bytes) -> PromptOrder:
 
 
 def named_order(record: bytes) -> int | None:
-    """Return the index of the order that a group record answers, or None if its header is unreadable.
-
-    The record may be damaged after its header.
-    """
+    """Return the index of the order that a group record, perhaps damaged after its header, answers; else None."""
     if len(record) < _PREFIX.size:
         return None
     magic, version, kind, _, header_size, _ = _PREFIX.unpack_from(record)

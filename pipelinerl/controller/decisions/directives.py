@@ -120,10 +120,7 @@ def turn_cores(state: RunState, settings: ControllerSettings) -> tuple[int, ...]
 
 
 def repeated(answer: Directive, state: RunState, settings: ControllerSettings) -> Directive:
-    """Return the directive `answer`, to be sent again, with the current knobs and outcomes of prompt orders.
-
-    The trainer has repeated its report. The old values in the first answer would undo newer directives.
-    """
+    """Return `answer`, to be sent again, with current knobs and outcomes: old ones would undo newer directives."""
     current = directive(state, settings, answers=answer.answers)
     return msgspec.structs.replace(
         answer,

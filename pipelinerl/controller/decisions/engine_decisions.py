@@ -159,10 +159,7 @@ def removal_reason(state: RunState, url: str) -> str:
 def _publish_failed(
     state: RunState, report: Published | CanaryChecked, *, blameless: Collection[str] = ()
 ) -> list[Effect]:
-    """Record engines that failed an update or did not answer the canary check; a permanent failure expels an engine.
-
-    A failure of a `blameless` engine (base URL) was caused by other engines and is not counted against it.
-    """
+    """Record engines that failed an update, `blameless` if by others, or did not answer the canary check."""
     fleet, effects = state.fleet, list[Effect]()
     for url, reason in report.failed.items():
         persistence = Persistence.PERMANENT if url in report.permanent else Persistence.TRANSIENT

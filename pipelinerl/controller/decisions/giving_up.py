@@ -71,10 +71,7 @@ def finish(state: RunState, settings: ControllerSettings) -> Finish:
 
 
 def refused(state: RunState, report: GroupFailed) -> None:
-    """Count a failed group: its prompt was too long for the context, or was refused for a permanent reason.
-
-    A group that failed for a transient reason resets the count of refused groups.
-    """
+    """Count a group whose prompt was too long or was refused for good; a transient failure resets the count."""
     if report.code == ContextExceeded.code:
         state.failing.too_long_groups += 1
         state.failing.too_long_reason = report.reason

@@ -59,10 +59,7 @@ class EngineSpeeds:
         self._sums.pop(url, None)
 
     def of(self, urls: Iterable[str]) -> dict[str, float]:
-        """Return the speeds of those of `urls` that differ from the fleet's, as a factor: 0.5 is half as fast.
-
-        The fleet's speed is the median, of two engines the faster one. Engines without enough measurements are missing.
-        """
+        """Return the measured speeds of `urls` that differ from their median (of two, the faster), as factors."""
         known = [url for url in urls if url in self._sums and self._sums[url][0] >= _FEW]
         if len(known) < 2:
             return {}
@@ -132,10 +129,7 @@ class EngineWatch:
         return chosen
 
     def answered(self, url: str, metrics: EngineMetrics, now: float, *, took_s: float = 0.0) -> bool:
-        """Record an engine's answer to a poll, which took `took_s` seconds.
-
-        Return True if its counters went down, so the engine must have restarted.
-        """
+        """Record the answer to a poll, which took `took_s`; return True if its counters went down, by a restart."""
         self._answers_s[url] = max(took_s, _FADES * self._answers_s.get(url, 0.0))
         known = self.load(url)
         previous, seconds = known.metrics, now - known.polled_at

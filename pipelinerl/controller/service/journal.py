@@ -159,10 +159,7 @@ class Journal:
 
     @classmethod
     async def recover(cls, stream: Stream) -> Recovered | None:
-        """Return the journal with its contents; return None if entries are missing or cannot be read.
-
-        Raises UserError if the journal has an unknown layout version.
-        """
+        """Return the journal with its contents, None if it is incomplete; `UserError` for an unknown layout."""
         entries = await stream.read({JOURNAL: START}, count=10 * _SNAPSHOT_EVERY, block_s=0)
         try:
             for record in map(_LAYOUTS.decode, (entry.payload for entry in entries)):

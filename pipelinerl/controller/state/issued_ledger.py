@@ -69,10 +69,7 @@ class IssuedLedger:
         return known + (self.in_flight - len(self.sent)) * group_size
 
     def withdraw(self, version: int) -> None:
-        """Mark as withdrawn the orders in flight that were issued after `version`, at which a new trainer begins.
-
-        They were issued for steps that were lost with the last trainer; the new trainer will drop their groups.
-        """
+        """Mark orders issued after `version` as withdrawn: the trainer that begins there will drop their groups."""
         self.withdrawn |= {index for index, each in self.sent.items() if each.issued_at.version > version}
 
     def next_index(self) -> int:

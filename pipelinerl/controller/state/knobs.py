@@ -186,10 +186,7 @@ def _number(name: str, value: Any, *, whole: bool = False) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobChange:
-    """One entry of the knob log; `cursor` is the lowest order index that had not been issued before the change.
-
-    `live` is False if the change was made by editing the recipe between two runs.
-    """
+    """One entry of the knob log, made before order `cursor` was issued; not `live` if the recipe was edited."""
 
     time: float
     step: int

@@ -119,10 +119,7 @@ class Turns(msgspec.Struct, kw_only=True):
         return median(least for _, least in self.seen) if self.seen else 0.0
 
     def note_step(self, step: StepFigures, *, taught: float, grows: bool) -> None:
-        """Compare both ways after a step that taught the share `taught` of an on-policy step.
-
-        While the lag `grows`, it has not shown yet how much it gains.
-        """
+        """Compare both ways after a step that taught the share `taught`; a lag that `grows` is not judged yet."""
         if step.busy is None or step.seconds <= 0:
             return
         if self.are_taken and not self.have_begun:

@@ -278,10 +278,7 @@ class WatchedSteps(msgspec.Struct, kw_only=True):
 
 
 class Rewind(msgspec.Struct, kw_only=True):
-    """The run's return to an earlier checkpoint after a collapse, which happens at most once.
-
-    `to` is the newest version that is known to be good, while the trainer has to return to it; None before and after.
-    """
+    """The run's only return to an earlier checkpoint, after a collapse; `to` is its version while under way."""
 
     done: bool = False
     to: int | None = None
@@ -354,10 +351,7 @@ class RunState(msgspec.Struct, kw_only=True):
         return self._drawable(self.first_domain_weights)
 
     def follow(self, loaded: int) -> None:
-        """Record in `quotas` and `loaded_from` what applies to orders issued from now on: engines have `loaded`.
-
-        Entries of `loaded_from` that concern only ended orders are dropped.
-        """
+        """Record in `quotas` and `loaded_from` what applies to orders issued from now on: engines have `loaded`."""
         if not self.quotas or self.quotas[-1].size != self.knobs.groups_per_step:
             since = self.account.cursor if self.quotas else 0
             self.quotas = [quota for quota in self.quotas if quota.since < since]

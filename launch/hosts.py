@@ -182,11 +182,7 @@ class VisibleDevice:
 
 
 def devices_for(config: RunConfig, environ: Mapping[str, str]) -> Devices:
-    """Return the devices of this machine that the run may use; skip detection if the recipe uses no GPU.
-
-    Raises:
-        UserError: the driver does not answer in time, or CUDA_VISIBLE_DEVICES names a device that does not exist.
-    """
+    """Return the devices that the run may use, none if it uses no GPU; `UserError` if they cannot be determined."""
     if not (config.gpus_of_engine() or config.gpus_of_trainer):
         return Devices()
     try:

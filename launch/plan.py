@@ -202,11 +202,7 @@ class Launch:
     def engine(
         self, name: str, *, port: int | None = None, type: str | None = None, on: Assignment | None = None
     ) -> ProcessSpec:
-        """Return the spec of an engine.
-
-        `type` and `on` (its devices) are set for an engine that is requested while the run is live. If such an engine
-        fails, the run continues without it.
-        """
+        """Return the spec of an engine; one that is requested live has a `type`, and devices `on`, and may fail."""
         config, on = self.config, self.placement.of(name) if on is None else on
         engine_cores, _ = _pinning(config, self.cores)
         number = int(name.rpartition("-")[2])

@@ -91,11 +91,7 @@ def resume(path: Path, *, connect: Connect) -> int:
 
 
 def launch_on(members: Members, host: str, directory: RunDirectory) -> Launch:
-    """Return the launch of a run on several hosts, seen from this machine, which is the host named `host`.
-
-    Raises:
-        UserError: the run has no such host, or this machine has fewer GPUs than the plan assigns to it.
-    """
+    """Return the launch of a run on several hosts as `host` sees it; `UserError` if it is unknown or lacks GPUs."""
     launch = members.launch(directory.config, directory.path, cores=sorted(os.sched_getaffinity(0)))
     return replace(launch, placement=launch.placement.knowing(host, devices_for(directory.config, os.environ)))
 

@@ -402,11 +402,7 @@ class Supervisor:
 
 
 class EngineProcesses:
-    """Starts and stops engines through the supervisor, as requested in the status that the controller reports.
-
-    `give_up` reports to the controller that an engine cannot start; the report is repeated while the status still
-    requests this engine.
-    """
+    """Starts and stops engines as the status requests; `give_up` reports to the controller each that cannot start."""
 
     def __init__(self, supervisor: Supervisor, launch: Launch, *, give_up: Callable[[str], None]) -> None:
         self._supervisor = supervisor

@@ -83,11 +83,7 @@ def run_node(
 
 
 def serve_share(run_dir: Path, host: str, *, announce: Callable[[str], None] = print, head_s: float = HEAD_S) -> int:
-    """Run the processes of `host` until the run is over; return the head's exit status.
-
-    Raises:
-        UserError: no launch begins in time, the run has no such host, it has too few GPUs, or another node serves it.
-    """
+    """Run the processes of `host` until the run is over; return the head's status. `UserError` if it cannot serve."""
     record = _await_launch(run_dir, host, announce, head_s)
     with _claimed(run_dir, host):
         while True:

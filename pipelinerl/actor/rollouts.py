@@ -43,11 +43,7 @@ class Answer:
 def rollouts_of(
     order: PromptOrder, answers: Sequence[Answer], *, replay: RoutingReplay = RoutingReplay.OFF
 ) -> list[MadeRollout]:
-    """Return the single-turn rollouts of an order's verified answers.
-
-    Raises `RecordError` if the engine left out token ids, log-probs, version spans or (with `replay`) routed experts,
-    or if their lengths do not match.
-    """
+    """Return the single-turn rollouts of verified answers; `RecordError` if the engine left out what training needs."""
     routed_prompts = _routed_prompts(order, answers) if replay is RoutingReplay.ROLLOUT else {}
     return [
         MadeRollout(_rollout(order, each, routed_prompts.get(id(each.completion))), each.choice.message.content)

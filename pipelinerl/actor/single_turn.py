@@ -15,11 +15,7 @@ from pipelinerl.verifiers.verifier import GroupVerifier, SampledAnswer
 
 
 class SingleTurn:
-    """`GroupMaker` for domains without an environment.
-
-    Args:
-        attempts: how often an order's samples are requested if weight updates abort them.
-    """
+    """`GroupMaker` for domains without an environment; requests samples that updates abort, up to `attempts` times."""
 
     def __init__(
         self,

@@ -119,10 +119,7 @@ async def _start(judges: Sequence[GroupVerifier | GroupFilter | EpisodeMaker]) -
 async def _follow_controller(
     identity: Identity, pool: EnginePool, actor: Actor, assigned: asyncio.Event, services: VerdictServices | None
 ) -> None:
-    """Apply each assignment of the controller: engines, verifier services, concurrency, version and staleness bound k.
-
-    An assignment is valid until the next arrives, so an actor continues to work while the controller is down.
-    """
+    """Apply each assignment of the controller; each is valid until the next, also while the controller is down."""
     reachable = True
     async with AsyncControllerClient(identity.controller_url, identity.token) as controller:
         while True:

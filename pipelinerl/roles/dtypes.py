@@ -51,12 +51,7 @@ def sent_in(config: RunConfig) -> WeightDType | None:
 
 
 def dtypes_of(config: RunConfig) -> Dtypes:
-    """Read the dtypes from the recipe and the model directory.
-
-    Raises:
-        ModelError: no engine can serve weights of the model directory's dtype.
-        RecipeError: the combination makes no sense; the message says which key to change.
-    """
+    """Read the dtypes from recipe and model; `ModelError` if none can serve it, `RecipeError` if they contradict."""
     model = model_dtype(config.model.resolved)
     engine = model if config.engine.dtype == "auto" else config.engine.dtype
     wire = sent_in(config) or model

@@ -46,11 +46,7 @@ def check_truncation(config: RunConfig) -> None:
 
 
 def elastic_of(config: RunConfig) -> ElasticSection | None:
-    """Return the rule by which engines are added and removed; None if the recipe has no `elastic.types`.
-
-    Raises:
-        RecipeError: the launcher cannot start a type of engine, or the initial number of engines is outside the limits.
-    """
+    """Return the rule by which engines are added and removed, if any; raise `RecipeError` if it cannot be followed."""
     for type, limits in config.elastic.types.items():
         own = registry.is_user_code(registry.ENGINES, type)
         servers = registry.ENGINES.having("drives_server")
@@ -68,11 +64,7 @@ def elastic_of(config: RunConfig) -> ElasticSection | None:
 
 
 def servers_of(config: RunConfig) -> tuple[str, ...]:
-    """Return the URLs of the external servers, one per engine; empty for engines that run their own model.
-
-    Raises:
-        RecipeError: there are fewer servers than engines, or servers for a type of engine that uses none.
-    """
+    """Return the URLs of external servers, one per engine, or none; `RecipeError` if their number does not fit."""
     section, types = config.engine, registry.ENGINES.having("drives_server")
     if section.type not in types:
         if section.servers:
@@ -113,11 +105,7 @@ def options_of(config: RunConfig) -> EngineOptions:
 
 
 def check_engine_options(config: RunConfig) -> None:
-    """Check the names in `engine.options`; the engine itself checks whether the installed library has these options.
-
-    Raises:
-        RecipeError: the engine's type takes no options, or the recipe already sets one of them in another key.
-    """
+    """Raise `RecipeError` for `engine.options` of a type that takes none, or that other keys set already."""
     options, chosen = config.engine.options, config.engine.type
     if not options:
         return
@@ -135,11 +123,7 @@ def check_engine_options(config: RunConfig) -> None:
 
 
 def routing_of(config: RunConfig) -> RoutingShape | None:
-    """Return the sizes (layers, experts, top k) of the routing that the trainer replays; None without routing replay.
-
-    Raises:
-        RecipeError: the engine does not report routing, the trainer cannot replay it, or the model has no routers.
-    """
+    """Return the sizes of the routing that is replayed, if it is; `RecipeError` if a part of the run cannot replay."""
     replay = config.trainer.routing_replay
     if replay is RoutingReplay.OFF:
         return None

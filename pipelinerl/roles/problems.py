@@ -53,10 +53,7 @@ def demonstrated_problems(config: RunConfig, split: Split, *, count: int) -> Mix
 
 
 def held_out_problems(config: RunConfig, *sets: EvaluationSet) -> dict[str, Mixture]:
-    """Return the problems, never trained on, of these evaluation sets (by default all); keys are names of sets.
-
-    The problems do not depend on the run's seed, so that runs can be compared. Data of several sets is opened once.
-    """
+    """Return the problems of these evaluation sets (by default all), by name; they do not depend on the seed."""
     opened: dict[tuple[str, str], ProblemSource] = {}
     mixtures: dict[str, Mixture] = {}
     for held_out in sets or config.evaluation_sets:

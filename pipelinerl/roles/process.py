@@ -143,10 +143,7 @@ def token_of(token_file: Path | None, run_dir: Path) -> str:
 
 
 def freeze_gc() -> None:
-    """Exclude everything loaded so far from garbage collection.
-
-    With torch and transformers loaded, a full collection pauses an update or a decode step by 0.2 s or more.
-    """
+    """Exclude all that is loaded from garbage collection, which would pause an update or a decode step by 0.2 s."""
     gc.collect()
     gc.freeze()
     collect_as_usual()

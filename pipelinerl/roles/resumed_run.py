@@ -130,10 +130,7 @@ def _restored(url: str) -> Path:
 
 
 def _fetch_newest(copies: CheckpointCopies, draft: Path) -> Path | None:
-    """Download the newest complete checkpoint to `draft`, and the run's files that were copied with it.
-
-    Return the checkpoint's path below `draft`. If no copy is complete, leave `draft` empty and return None.
-    """
+    """Download the newest complete checkpoint and its run files to `draft`; return its path, None if there is none."""
     for copy in copies.newest():
         shutil.rmtree(draft, ignore_errors=True)
         checkpoint = draft / "checkpoints" / copy.name

@@ -99,11 +99,7 @@ def _leave_on_sigterm(training: TrainingLoop, save_s: float) -> asyncio.Event:
 
 
 def publisher_of(identity: Identity, control: EngineControl, stream: Stream, grace: Grace) -> Publisher:
-    """Return the publisher for the recipe's transport; `stream` announces versions to engines that pull them.
-
-    Raises:
-        RecipeError: weights are pulled without a parameter server, or broadcast by a backend that torch lacks.
-    """
+    """Return the publisher for the recipe's transport; raise `RecipeError` if a server or a backend is missing."""
     transport = identity.config.weights.transport
     publisher: Publisher = registry.load("weights.transport", registry.TRANSPORTS, transport)(
         identity, control, stream, grace

@@ -45,12 +45,7 @@ def copies_of(config: RunConfig, run_dir: Path) -> CheckpointCopies | None:
 
 
 def objective_of(config: RunConfig) -> PolicyObjective:
-    """Return the recipe's objective, after checking it against the other settings.
-
-    Raises:
-        RecipeError: the objective ignores or contradicts a setting, or a setting leaves one of the objective's five
-            terms (slots) without effect.
-    """
+    """Return the recipe's objective; `RecipeError` if it contradicts a setting, or one leaves a term without effect."""
     objective = resolve(config.objective, max_tokens=config.sampling.max_tokens)
     for sentence in _unsupported(config, objective):
         raise RecipeError(sentence)

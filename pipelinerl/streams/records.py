@@ -349,10 +349,7 @@ def _distinct(values: list[_Value]) -> tuple[list[_Value], list[int]]:
 
 
 def _expert_columns(turns: list[Turn], turn_contexts: list[int]) -> dict[str, NDArray[Any]]:
-    """Return the columns of routed experts; empty if no turn has routing. `turn_contexts` is each turn's context index.
-
-    Raises `RecordError` if only some turns have routing, or if the shapes of arrays are inconsistent.
-    """
+    """Return the columns of routed experts, if any; `RecordError` if turns lack them or shapes contradict."""
     if all(turn.routed_experts is None and turn.context_routed_experts is None for turn in turns):
         return {}
     firsts: dict[int, Turn] = {}

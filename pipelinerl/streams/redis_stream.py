@@ -140,12 +140,7 @@ class RedisStream:
             self._client.set_response_callback(command, lambda response, **_: response)
 
     async def connect(self) -> Self:
-        """Check that the server answers, and evicts no entries.
-
-        Raises:
-            AddressError: no server answers, it rejects the password, or it evicts entries if its memory is full.
-            PipelineError: the server is full, or its state does not admit commands.
-        """
+        """Check that the server answers (else `AddressError`), admits commands, and evicts no entries."""
         try:
             await self._call("PING")
             try:

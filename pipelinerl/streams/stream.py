@@ -42,10 +42,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """A check that rejects a superseded writer.
-
-    A writer of number `number` is superseded once `stream` has an id above this number, from a newer writer.
-    """
+    """A check that rejects a writer of a `number` below an id in `stream`, which a newer writer has put there."""
 
     stream: str
     number: int
@@ -103,10 +100,7 @@ class Stream(Protocol):
         ...
 
     async def held(self, stream: str, *, group: str, consumer: str) -> list[Entry]:
-        """Return entries that this consumer claimed before a restart and did not acknowledge, oldest first.
-
-        Each call counts as one more delivery of these entries.
-        """
+        """Return, and count as delivered again, what this consumer claimed before a restart and did not acknowledge."""
         ...
 
     async def renew(

@@ -72,10 +72,7 @@ _LAYOUTS: Final = msgspec.msgpack.Decoder(_Layout)
 
 
 class Recovered(NamedTuple):
-    """A journal, the state in its newest snapshot, and the decisions since; the last one's effects must be repeated.
-
-    `number` is the number of the last decision, or of the snapshot if there is none.
-    """
+    """A journal, its newest snapshot, and the decisions since, of which the last, `number`, must take effect again."""
 
     journal: Journal
     state: RunState

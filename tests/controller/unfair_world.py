@@ -125,7 +125,6 @@ class UnfairWorld:
     # --- random events -----------------------------------------------------------------------------------------------
 
     def suffer(self) -> None:
-        """Make one random event that is possible in a real run."""
         happens: list[tuple[Callable[[], None], int]] = [
             (self.turn_knobs, 4), (self.work, 12), (self.read_directives, 2), (self.step, 2), (self.publish, 2),
             (self.prove, 2), (self.tick, 3), (self.lose_engine, 1), (self.lag, 1), (self.engine_returns, 2),
@@ -339,7 +338,6 @@ class UnfairWorld:
         self._ask(step_done(self.version, self._consumed(), epoch=self.epoch, stats=stats))
 
     def starve(self) -> None:
-        """Let the waiting trainer report the groups that it holds."""
         if self.directive is not None and self.question is None:
             self.tell(Starving(epoch=self.epoch, model_version=self.version, held=self.batcher.waiting))
 
@@ -428,7 +426,6 @@ class UnfairWorld:
         self.give(received(report, self.now))
 
     def give(self, given: AnyInput) -> None:
-        """Send an input to the controller, and carry out its effects."""
         for effect in self.controller.decide(given):
             self._carry_out(effect)
 

@@ -220,7 +220,6 @@ class World:
         self.state.account.check()
 
     def give(self, given: AnyInput) -> None:
-        """Send an input to the controller, and carry out its effects."""
         self.apply(self.controller.decide(given))
 
     def apply(self, effects: list[Effect]) -> None:
@@ -244,7 +243,6 @@ class World:
         return self
 
     def ready(self, life: str, version: int = 0) -> None:
-        """Let a trainer's process become ready."""
         self.awaiting = f"ready-{life}"
         self.tell(ready(life, version=version, consumed=self.consumed()))
 
@@ -254,7 +252,6 @@ class World:
         return ConsumedReport(**counts, frontier=ledger.frontier, beyond=sorted(ledger.beyond))
 
     def act(self) -> None:
-        """Make one random event."""
         self.rng.choice([self.sample, self.sample, self.answer, self.answer, self.publish, self.train])()
 
     def play(self, happened=None, *, events: int = 60_000, between=None) -> World:

@@ -175,7 +175,6 @@ class Cluster:
             time.sleep(0.01)
 
     def more_steps(self, number, what=""):
-        """Wait until the run has made `number` further steps; return them."""
         first = len(self.events("step"))
         self.until(lambda: len(self.events("step")) >= first + number, what or f"{number} more steps")
         return self.events("step")[first:]

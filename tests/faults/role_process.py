@@ -98,8 +98,6 @@ class Fuse:
 
 @dataclass(frozen=True, slots=True)
 class GroupEndpoint:
-    """The parameters of a role's process."""
-
     role: str
     name: str
     recipe: Mapping[str, Any]
@@ -115,7 +113,6 @@ class GroupEndpoint:
 
 
 def fingerprint(group):
-    """Return a fingerprint of a group, from its samples and the versions that sampled them."""
     digest = hashlib.blake2b(digest_size=12)
     for rollout in group.rollouts:
         digest.update(f"{rollout.epoch}.{rollout.oldest_version}.{rollout.newest_version}".encode())
@@ -126,8 +123,6 @@ def fingerprint(group):
 
 @final
 class Witness:
-    """Writer of the witness files."""
-
     def __init__(self, directory):
         self._directory = directory
         self._step: dict[str, Any] = {}

@@ -21,7 +21,6 @@ DEADLINE_S = PATIENCE_S
 
 @contextmanager
 def nursery(directory):
-    """Yield a process that forks trainers on request."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.fakes.saving_process", str(directory)],
         stdin=subprocess.PIPE,

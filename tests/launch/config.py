@@ -12,6 +12,5 @@ def config_of(**sections):
 
 
 def events_of(directory, kind):
-    """Return the events of this kind that the run in `directory` has logged so far."""
     path = directory / "events.jsonl"
     return [event for event in (read_events(path) if path.is_file() else []) if event["kind"] == kind]

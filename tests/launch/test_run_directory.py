@@ -115,7 +115,6 @@ def test_directory_without_a_run_is_rejected(tmp_path):
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """Create the directory of a run with two domains; return its path."""
     table = {
         "model": {"path": str(model_directory(tmp_path / "model"))},
         "domains": [{"name": "d", "source": "s"}, {"name": "e", "source": "s"}],

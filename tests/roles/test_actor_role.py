@@ -49,7 +49,6 @@ def identity(tmp_path):
 
 @pytest.fixture
 def engine():
-    """Serve an engine with the run's weights and chat template."""
     made = ScriptedEngine(token=TOKEN)
     made._serving = (1, 0)
     made._rendered = ChatTokenizer.load(load("tiny").model.resolved).encode_request
@@ -59,7 +58,6 @@ def engine():
 
 @asynccontextmanager
 async def controller(identity, *engines, token=TOKEN, verifiers=()):
-    """Serve a fake controller that assigns these engines and verifier services to the actor."""
     assignment = {"serving": engines, "finishing": [], "groups_in_flight": 4, "model_version": 0, "k": None}
     assignment["verifiers"] = verifiers
     app = FastAPI(openapi_url=None)

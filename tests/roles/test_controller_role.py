@@ -285,7 +285,6 @@ def url_of(config):
 
 
 def begun(config, *versions):
-    """Create a run and copy checkpoints of these versions; return its directory and its checkpoint store."""
     directory = create(config, claim=resumed_run.claim)
     store = checkpoints_of(directory.config, directory.path)
     for version in versions:
@@ -294,7 +293,6 @@ def begun(config, *versions):
 
 
 def lost(config, *versions):
-    """Begin a run and delete its directory; return its path."""
     path, _ = begun(config, *versions)
     shutil.rmtree(path)
     return path

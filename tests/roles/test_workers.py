@@ -71,7 +71,6 @@ def groups(step):
 
 
 def steps(config, step, objective, numbers):
-    """Take steps as the training loop does; return the metrics of each step."""
     recorded = []
     for number in numbers:
         batch = batch_of(groups(number), objective.current, producing=number + 1, token_budget=20)
@@ -87,7 +86,6 @@ def weights(workers):
 
 
 def commit(store, step, *, version, **fields):
-    """Save a checkpoint of the step's workers; return its path."""
     state = TrainingState(model_version=version, epoch=1, offsets={}, ledger={}, controller={}, **fields)
     policy = step.passes.policy
     captured = store.capture(state, layout=policy.weight_layout(), weights=policy.gather_weights(), parts=step.parts())
@@ -175,7 +173,6 @@ def test_error_for_a_missing_model_says_whether_trainer_critic_or_reference_need
 
 
 def saved(config, tmp_path):
-    """Save a checkpoint of version 0 of a new run; return its path."""
     store = CheckpointStore(tmp_path / "checkpoints", keep=1, model_directory=config.model.resolved)
     workers = started(config, objective_of(config), checkpoint=None)
     path = commit(store, workers, version=0)

@@ -19,7 +19,6 @@ LOST = {("staleness", f"({j}, {k}) plain") for j, k in ((1, 8), (4, 8), (16, 16)
 
 
 def recorded():
-    """Return every recorded curve of training rewards, by benchmark, arm, seed and cell or domain."""
     curves = {}
     for path in sorted(RESULTS.glob("*.json")):
         runs = json.loads(path.read_text()).get("runs", ())

@@ -78,7 +78,6 @@ class Site:
             self._report(CanaryChecked(model_version=self.state.version, worst=worst, **about))
 
     def second(self, *, stale=0.0):
-        """Simulate one second, with one step and one poll."""
         self.now += 1.0
         engines = self.serving
         waiting, occupancy = max(0.0, 1 - engines / self.work), min(1.0, self.work / engines)
@@ -88,7 +87,6 @@ class Site:
         self.tell(FleetMeasured(now=self.now, occupancy=occupancy))
 
     def pass_time(self, seconds, **figures):
-        """Simulate `seconds` and return the number of engines after each second."""
         counts = []
         for _ in range(seconds):
             self.second(**figures)

@@ -53,7 +53,6 @@ def results(run):
 
 
 def until_evaluation(run, version):
-    """Run until an evaluation of `version` or later is in progress."""
     return run.play(lambda: (now := run.state.evaluations.current) is not None and now.model_version >= version)
 
 

@@ -154,7 +154,6 @@ async def test_engine_learns_soon_on_which_cores_it_takes_turns_with_the_trainer
 
 
 def from_host(run, host):
-    """Return a client that connects from `host`."""
     transport = httpx.ASGITransport(create_api(run.service, token=TOKEN), client=(host, 40_000))
     headers = {"authorization": f"Bearer {TOKEN}"}
     return httpx.AsyncClient(transport=transport, base_url="http://controller", headers=headers)

@@ -315,7 +315,6 @@ async def test_controller_that_retries_a_journal_write_is_not_mistaken_for_a_sec
 
 
 def brought_back(state, since, **recipe):
-    """Return the state that a restarted controller restores from a snapshot and later inputs."""
     made = controller(**recipe)
     made.state = msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=RunState)
     for given in since:

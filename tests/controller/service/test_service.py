@@ -62,8 +62,6 @@ class Probe:
 
 @dataclass
 class Running:
-    """A running service, with its stream, clients and folders."""
-
     service: ControllerService
     stream: MemoryStream
     probe: Probe
@@ -134,7 +132,6 @@ def service_on(stream, events, made=None, *, name="test", poll_s=3600.0, **rest)
 
 @asynccontextmanager
 async def served(service):
-    """Run a service until the end of the block; yield its task."""
     task = asyncio.create_task(service.run())
     try:
         yield task

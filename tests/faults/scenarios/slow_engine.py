@@ -59,7 +59,6 @@ def play(seed, directory):
 
 
 def _steps_per_s(cluster):
-    """Wait for some steps, and return the rate of those after them."""
     cluster.more_steps(_STEPS // 2)
     steps = cluster.more_steps(_STEPS + 1)[: _STEPS + 1]
     return _STEPS / (steps[-1]["elapsed_s"] - steps[0]["elapsed_s"])
@@ -67,7 +66,6 @@ def _steps_per_s(cluster):
 
 @contextmanager
 def half_speed(pid):
-    """Suspend the process half of the time."""
     over = threading.Event()
 
     def alternate():

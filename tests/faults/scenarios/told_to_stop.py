@@ -52,7 +52,6 @@ def _arguments(path):
 
 
 def _amiss(run, status, took_s, *, began_at):
-    """Return a sentence for each promise that a stopped launch has broken."""
     found = []
     if status not in (130, 143, -signal.SIGTERM):
         found.append(f"ended with {status}:\n{run.story()}")

@@ -119,7 +119,6 @@ def _launch(run_dir, grace_s):
 
 
 def _head(run_dir, messages, *, grace_s=PATIENCE_S):
-    """Return a head node that has recorded a new launch, and the id of that launch."""
     launch, members = _launch(run_dir, grace_s)
     head = membership.HeadNode(launch, members, messages.append)
     head.begin()

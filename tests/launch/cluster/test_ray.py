@@ -100,7 +100,6 @@ def test_run_on_a_cluster_of_two_ray_nodes_executes_pipelinerl_node_on_each_of_t
 
 
 def _served(run):
-    """Return how often engines have passed the check that they serve the trainer's weights."""
     return len(run.events("engine_verified"))
 
 

@@ -158,11 +158,6 @@ class Reference:
             for name, values in weights.items():
                 self.parameters[name].copy_(values)
 
-    @property
-    def coarser(self) -> tuple[str, ...]:
-        """The precisions that are coarser than the engine's."""
-        return () if self.precision != "float32" else ("bfloat16", "float16", "int8")
-
     def logprobs(self, rows: Rows, *, precision: str = "float32", shift: int = 0) -> Tensor:
         """Return f64 [n, T]: the log-prob of each token of `rows`. `shift` is added to the positions."""
         logits = self._logits(self.model if precision == "float32" else self._rounded(precision), rows, shift)

@@ -264,7 +264,8 @@ def check_lost(response: httpx.Response) -> None:
 def update_in_flight(session: Session) -> None:
     """Sampling continues during an update, and a stream's version spans name the version that sampled each token."""
     for update in _broadcasts_under_load(session, session.streamed):
-        if update.spans_are_right(update.streamed_choices()):
+        streams = [gathered(chunks(answer, answer.text.splitlines())) for answer in update.answers]
+        if update.spans_are_right([choice for stream in streams for choice in stream]):
             return
     raise NotOffered(_NONE_OPEN)
 
@@ -339,10 +340,6 @@ class LoadedUpdate:
     def named(choices: list[Choice], version: int) -> int:
         """Return the number of tokens that the choices' version spans attribute to `version`."""
         return sum(count for choice in choices for each, count in choice.version_spans or () if each == version)
-
-    def streamed_choices(self) -> list[Choice]:
-        """Return the choices of all answers; only for streamed answers."""
-        return [c for answer in self.answers for c in gathered(chunks(answer, answer.text.splitlines()))]
 
     def whole_choices(self) -> list[Choice]:
         """Return the choices of all answers; only for answers that were not streamed."""

@@ -241,11 +241,6 @@ class LeastBusy:
         self._heap: list[tuple[int, tuple[int, str]]] = []  # of the engines that are as fast as most
         self._speeds: dict[str, float] = {}  # of the other engines
 
-    @property
-    def outstanding(self) -> Mapping[str, int]:
-        """The outstanding tokens of each engine that may be picked."""
-        return {url: self._tokens[url] for url in self._rank}
-
     def serve(self, urls: Iterable[str], speeds: Mapping[str, float] = MappingProxyType({})) -> None:
         """Set the engines that may be picked, and speeds other than 1; all engines keep their token counts."""
         serving, others = set(urls), {url: speed for url, speed in speeds.items() if speed > 0}
@@ -370,11 +365,6 @@ class EnginePool:
         self._named: Counter[str] = Counter()
         self._changed = asyncio.Event()
         self.update(urls)
-
-    @property
-    def outstanding(self) -> Mapping[str, int]:
-        """The outstanding tokens of each serving engine."""
-        return self._load.outstanding
 
     def update(
         self,

@@ -19,7 +19,6 @@ CALLED_FROM_OUTSIDE = {
     "launch/supervisor.py": "tests kill what it runs by `pids`",
     "pipelinerl/observability/status.py": "a reader of `pipelinerl status --json` calls `RunStatus.from_json`",
     "pipelinerl/system/connection.py": "uvicorn, the transport and the parser call the methods of a connection",
-    "pipelinerl/plugins/jax/engine/runner.py": "`num_programs` is the bound that its tests hold the compiler to",
     "pipelinerl/streams/records.py": "dead letters and further columns are read by whoever looks into a stream",
     "pipelinerl/engines/torch/page_cache.py": "transformers' models call the methods of their cache",
 }

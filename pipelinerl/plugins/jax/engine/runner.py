@@ -46,7 +46,7 @@ class Buckets:
         prompts at once     1, 4, 16, … for each of `lengths`, within the prefill's budget of padded tokens
 
     Doubling wastes less than half of a step's rows and lengths; prompts are computed only once, so fewer sizes suffice.
-    The number of programs (see `num_programs`) grows with the logarithms of slots and context.
+    The number of programs grows with the logarithms of slots and context.
     """
 
     rows: tuple[int, ...]
@@ -60,12 +60,6 @@ class Buckets:
         at_once = [max(1, min(rows, prefill_tokens // length)) for length in lengths]
         prompts = tuple(tuple(4**i for i in range((most.bit_length() + 1) // 2)) for most in at_once)
         return cls(_doubling(_LEAST_ROWS, rows), lengths, prompts)
-
-    @property
-    def num_programs(self) -> int:
-        """The most programs for steps, prefills, copies and sampling, except for bias, penalties and top log-probs."""
-        steps = len(self.rows) * len(self.lengths) + 2 * len(self.rows)
-        return steps + sum(map(len, self.prompts)) + len(self.lengths)
 
     def rows_for(self, rows: int) -> int:
         """Return the smallest compiled number of rows that holds `rows` rows."""

@@ -61,10 +61,7 @@ class ToolCall(Wire):
         )
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call in the form that chat templates expect; valid JSON arguments become an object.
-
-        An empty text, which some clients send for a call without arguments, becomes an empty object.
-        """
+        """Return the call for chat templates: valid JSON arguments, and "" from some clients, become an object."""
         arguments: Any = self.function.arguments if self.function.arguments.strip() else "{}"
         with suppress(ValidationError):  # if the arguments are no JSON object, templates get the text
             arguments = _ARGUMENTS.validate_json(arguments)

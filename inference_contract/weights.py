@@ -193,10 +193,7 @@ class WeightLayout(Wire):
         return [_joined(sorted(ranges)) for ranges in owned]
 
     def difference(self, other: WeightLayout, *, converted: Collection[DType] = ()) -> str | None:
-        """Describe the first difference between this layout and `other`, or return None if there is none.
-
-        A dtype in `converted` is not a difference.
-        """
+        """Describe the first difference from `other`, except of dtypes in `converted`; None if there is none."""
         if self.layout_id == other.layout_id:
             return None
         ours = {p.name: p for p in self.parameters}

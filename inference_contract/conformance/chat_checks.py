@@ -47,10 +47,7 @@ def prompt_of(answer: ChatCompletion | ChatCompletionChunk) -> list[int]:
 
 
 def check_columns(choice: Choice, *, versions: set[int] | None = None) -> None:
-    """Fail unless the choice has a valid log-prob per token and version spans that cover all tokens.
-
-    With `versions`, the spans may name only these versions of the weights.
-    """
+    """Fail unless each token has a valid log-prob and a version span, of one of `versions` if these are given."""
     tokens = ids_of(choice)
     assert choice.token_logprobs is not None, "with return_token_ids each choice must have token_logprobs"
     assert len(choice.token_logprobs) == len(tokens), (

@@ -44,10 +44,7 @@ def window_blocks(context: int, window: int | None, size: int = BLOCK) -> int:
 
 
 def cache_room(rows: int, context: int, window: int | None, size: int = BLOCK) -> Room:
-    """Return the room with which `rows` sequences of `context` tokens fit.
-
-    Slots beyond those that rows need are for the prefixes that prefills read, and for reuse.
-    """
+    """Return the room for `rows` sequences of `context` tokens, with further slots for prefixes and their reuse."""
     blocks = rows * -(-context // size)
     return Room(blocks, (rows + max(2, rows // 4)) * window_blocks(context, window, size))
 
@@ -114,10 +111,7 @@ class EngineBudget:
         return self.total - self.cache + self.sequence
 
     def most_slots(self, left: int) -> int:
-        """Return the most slots whose decode workspace and states fit `left` bytes.
-
-        All other parts, and a cache for only one sequence, are subtracted first.
-        """
+        """Return the most slots whose workspace and states fit `left` bytes beside all else and a sequence's cache."""
         of_slots = self.logits + self.states
         return max(0, (left - (self.least - of_slots)) * self.slots // of_slots)
 

@@ -77,10 +77,7 @@ class CallStyle:
 
 
 def find_style(render: Render, ends: Collection[str]) -> CallStyle | None:
-    """Return how a template writes calls; None if what it writes cannot be parsed back in any format.
-
-    `ends` has the spelling of each token that ends a sample.
-    """
+    """Return how a template writes calls, None if none parse back; `ends` spell the tokens that end a sample."""
     for arguments in (_ARGUMENTS, _ARGUMENTS | {"text": "a"}):
         for ids_name_functions, arguments_are_text in itertools.product((False, True), repeat=2):
             style = CallStyle(FORMATS[0], arguments_are_text, ids_name_functions)
@@ -98,10 +95,7 @@ def find_style(render: Render, ends: Collection[str]) -> CallStyle | None:
 def written_call(
     style: CallStyle, name: str, arguments: Mapping[str, Any], render: Render, ends: Collection[str]
 ) -> str:
-    """Return a call as the model would write it after its prompt, with the end of thinking that the prompt opens.
-
-    Raises ModelError if the template cannot render the call.
-    """
+    """Return a call as the model writes it after its prompt, thinking ended. Raises ModelError if it cannot render."""
     answer = _written(style, name, arguments, render, ends)
     if answer is None:
         raise ModelError(f"the chat template cannot render a call of {name}; correct the template")

@@ -31,10 +31,7 @@ def check_chat_template(path: Path) -> None:
 
 
 def refuse_unrenderable(path: Path, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> None:
-    """Raise ModelError if the template of the directory `path` cannot render the conversation, or is damaged.
-
-    Plain Jinja renders the template in milliseconds. Only if this fails, the tokenizer is loaded to decide.
-    """
+    """Raise ModelError if the template cannot render the messages; the tokenizer decides only if plain Jinja fails."""
     if not messages or not _renders(path, messages, template_kwargs):
         ChatTokenizer.load(path).encode_chat(messages, template_kwargs)
 

@@ -124,10 +124,7 @@ def model_type(path: Path) -> str:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the weight files: those in the index, or else model.safetensors, or else all other safetensors files.
-
-    Raises ModelError if the index is damaged, or names a missing file.
-    """
+    """Return the files of the index, else model.safetensors, else all others. Raises ModelError for a damaged index."""
     index, whole = path / "model.safetensors.index.json", path / "model.safetensors"
     if not index.is_file():
         others = sorted(file for file in path.glob("*.safetensors") if file.name != VALUE_HEAD_FILE)
@@ -160,10 +157,7 @@ def weights_digest(path: Path) -> str:
 
 
 def model_dtype(path: Path) -> WeightDType:
-    """Return the weights' dtype: the one in config.json, or else the dtype of most bytes in the weight files.
-
-    Raises ModelError if engines cannot serve this dtype, such as an 8-bit one, or if a file cannot be read.
-    """
+    """Return the dtype in config.json, else that of most bytes. Raises ModelError if engines cannot serve it."""
     try:
         table, text = json_object(path / "config.json"), text_config(path)
         named = [part.get(key) for part in (table, text) for key in ("dtype", "torch_dtype")]
@@ -200,10 +194,7 @@ def stored_tensors(file: Path) -> dict[str, StoredTensor]:
 
 
 def _stored(tensor: Mapping[str, Any], *, before: int, most: int) -> StoredTensor:
-    """Parse one tensor's entry in a file's header; `before` bytes precede the tensors, which have `most` bytes in all.
-
-    Raises ValueError, TypeError or KeyError if the entry is invalid.
-    """
+    """Parse a tensor's entry; `before` bytes precede all tensors' `most`. Raises ValueError, TypeError or KeyError."""
     (start, end), code, shape = tensor["data_offsets"], str(tensor["dtype"]), tuple(tensor["shape"])
     numbers = (start, end, *shape)
     if any(isinstance(each, bool) or not isinstance(each, int) or each < 0 for each in numbers):
@@ -245,10 +236,7 @@ def check_values(path: Path, *, most_bytes: int) -> int:
 
 
 def empty_model(path: Path) -> PreTrainedModel:
-    """Return a directory's causal LM on the meta device, by config.json alone; weights may not fit. Raises ModelError.
-
-    It reads no weight file, which takes long if the experts of a mixture are stored one by one.
-    """
+    """Return a causal LM on the meta device by config.json alone, without reading weight files. Raises ModelError."""
     import torch
     from transformers import AutoConfig
 
@@ -286,10 +274,7 @@ def load_skeleton(path: Path, *, dtype: WeightDType) -> PreTrainedModel:
 
 
 def load_model(path: Path, *, dtype: WeightDType = WeightDType.FLOAT32, part: Part = "causal_lm") -> PreTrainedModel:
-    """Return the causal LM of a local directory, on CPU, in eval mode. Raises ModelError.
-
-    With `part` "trunk", return only its layers, which output the last hidden states.
-    """
+    """Return a causal LM, or only its layers (`trunk`), on CPU in eval mode. Raises ModelError."""
     import torch
 
     return _load(path, part=part, dtype=getattr(torch, dtype)).eval()

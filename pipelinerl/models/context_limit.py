@@ -17,18 +17,12 @@ _LONGROPE: Final = frozenset({"longrope", "su"})
 
 
 def rotary_limit(config: Mapping[str, Any]) -> int | None:
-    """Return the most tokens for which a model's rotary angles depend on the position alone; None without a limit.
-
-    `config` is the text configuration as in config.json, in its current or older form.
-    """
+    """Return the most tokens whose rotary angles depend on positions alone, by a text configuration; else None."""
     return min((limit for _, limit in _limits(config)), default=None)
 
 
 def context_problem(config: Any, path: Path, context_length: int) -> str | None:
-    """Return a sentence if a run's `context_length` is too long for a model; None if it is not.
-
-    `config` is transformers' configuration of the model in `path`, or the text configuration in its config.json.
-    """
+    """Return a sentence if `context_length` is too long for the model in `path`, whose configuration is `config`."""
     if isinstance(config, Mapping):
         table, positions = config, config.get("max_position_embeddings")
     else:  # some classes have another name for the number of positions, and map this name to it

@@ -445,10 +445,7 @@ class ConversationTail:
         return ids[1:] if last_id in self._ends and ids and ids[0] in self._ends else ids
 
     def reproduces_deployment(self, *, calls: int = 0) -> bool:
-        """Return whether an answer plus its tail reads like the template's rendering of the whole conversation.
-
-        The test conversation has an answer with `calls` tool calls and their results, or a text if `calls` is 0.
-        """
+        """Return whether an answer with `calls` calls (0: a text) and its tail read as in the whole conversation."""
         plain = _answer(calls)
         results: list[Turn] = [
             {"role": "tool", "content": "c", "name": "f", "tool_call_id": call["id"]}

@@ -51,10 +51,7 @@ def json_object(file: Path) -> dict[str, Any]:
 
 
 def text_config(path: Path) -> dict[str, Any]:
-    """Return `text_config` of a directory's config.json, or all of config.json if it has no `text_config`.
-
-    Raises ModelError if config.json is unreadable or has implausible sizes.
-    """
+    """Return `text_config` of config.json, or all of it. Raises ModelError if unreadable or of implausible sizes."""
     file = path / "config.json"
     whole = json_object(file)
     text = whole.get("text_config") or whole

@@ -151,10 +151,7 @@ class ChatTokenizer:
     def parse_answer(
         self, text: str, tools: Sequence[ToolDefinition], *, prompt_token_ids: Sequence[int], key: bytes
     ) -> ParsedAnswer:
-        """Return an answer's text and its calls of `tools`, in this template's format; call ids depend on `key`.
-
-        Calls in the answer's thinking, which the prompt may have opened, are drafts and stay text.
-        """
+        """Return an answer's text and its calls of `tools`, with ids by `key`; drafts in its thinking stay text."""
         if self.call_style is None:
             return ParsedAnswer(text)
         opened = opened_by(self.decode(prompt_token_ids[-_OPENING_TOKENS:]))
@@ -468,10 +465,7 @@ class PlainTokenizer:
     def rendered(
         self, turns: Sequence[Mapping[str, Any]], *, opens: bool, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str | None:
-        """Render messages, with the opening of the assistant's turn if `opens`.
-
-        Return None if transformers' tokenizer (`whole`) is needed, to render them or to explain why that fails.
-        """
+        """Render messages, with the assistant's opening if `opens`; None if transformers' tokenizer is needed."""
         from jinja2 import TemplateError
 
         has_texts = turns and all(isinstance(turn["content"], str) for turn in turns)

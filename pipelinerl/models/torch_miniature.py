@@ -123,10 +123,7 @@ def _compare(model: PreTrainedModel, part: str, compute: Trial) -> None:
 
 
 def miniature(skeleton: PreTrainedModel) -> PreTrainedModel | None:
-    """Return a random miniature, in fp32 on the CPU, in eval mode; None if none runs in transformers or is too large.
-
-    The global random state does not change.
-    """
+    """Return a random miniature in fp32 on the CPU, without use of the global random state; None if none runs."""
     cls: Any = type(skeleton)
     try:
         with foreign_failures(f"no miniature of {cls.__name__} runs"):
@@ -150,10 +147,7 @@ def texts_of(model: PreTrainedModel) -> list[list[int]]:
 
 
 def reference(model: PreTrainedModel, text: Sequence[int]) -> Tensor:
-    """Return, by transformers' own attention, the log-probs [T - 1] of a text's tokens after its first.
-
-    Of a trunk, return the last hidden states [T, d].
-    """
+    """Return log-probs [T - 1] by transformers' own attention, or of a trunk the last hidden states [T, d]."""
     model.set_attn_implementation("eager")
     with torch.no_grad():
         output: Any = model(input_ids=torch.tensor([text]), use_cache=False)

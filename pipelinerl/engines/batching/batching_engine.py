@@ -471,11 +471,7 @@ def add_samples(
     new_text: Callable[[], TextWindow | None],
     vocab_size: int,
 ) -> None:
-    """Add a sequence to `work` for each requested sample, or for each prefix of an answer that is to be continued.
-
-    `seed` determines the noise of each sequence; `new_text` makes its text window, or returns None if it needs none.
-    Raises `InvalidRequest` if the prefix of a continued answer is already complete or has unknown tokens.
-    """
+    """Add a sequence per sample or prefix to `work`. Raises `InvalidRequest` for a complete or unknown prefix."""
     if chat.prefixes is None:
         for key in rng.sample_keys(seed, chat.n).tolist():
             work.add_sequence(key, new_text())
@@ -493,10 +489,7 @@ def add_samples(
 
 
 def _end_of(prefix: AnswerPrefix, work: Request, *, text: TextWindow | None, vocab_size: int) -> str:
-    """Push the text of `prefix` into the window `text`.
-
-    Return the reason why no token can follow the prefix, or "" if a token can follow.
-    """
+    """Push `prefix` into the window `text`; return the reason why no token can follow it, or "" if one can."""
     token_ids = prefix.token_ids
     if len(token_ids) >= work.token_limit:
         return f"has {len(token_ids)} tokens of at most {work.token_limit}"

@@ -239,9 +239,7 @@ class DecodeLoop:
         self._free(rows, moves)
 
     def _withdrawn(self, request: Request) -> list[int]:
-        """Count a request's unfinished samples as aborted; return its rows, which the caller must retire.
-        The caller holds the lock.
-        """
+        """Count a request's unfinished samples as aborted; return the rows to retire. The caller holds the lock."""
         if not request.unfinished:
             return []
         self.totals.aborted_sequences += request.unfinished

@@ -64,10 +64,7 @@ class LogitChanges:
     def of(
         self, rows: Iterable[int], drafted: Sequence[Iterable[int]] = ()
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
-        """Return the changes of `rows`: their places in `rows` [K], tokens [K] (distinct per place) and values [K].
-
-        Penalties also count the tokens that `drafted` has for each place.
-        """
+        """Return the changes of `rows` and of what they `drafted`: places in `rows` [K], tokens [K], values [K]."""
         places: list[int] = []
         tokens: list[int] = []
         values: list[float] = []

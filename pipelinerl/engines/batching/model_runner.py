@@ -279,9 +279,7 @@ class RowTable:
         return not (truncates or self.any_change or self.most_top)
 
     def advance(self, rows: slice, sampled: NDArray[Any], drafted: Items[Items[int]] = ()) -> None:
-        """Advance `rows`: each row feeds its token in `sampled` next. `drafted` has the tokens that each row has
-        sampled before that one in the same step.
-        """
+        """Advance `rows`: each feeds its token in `sampled` next, after those that it `drafted` in the same step."""
         count = np.array([1 + len(each) for each in drafted]) if drafted else 1
         self.feeds[rows] = sampled
         self.positions[rows] += count
@@ -293,10 +291,7 @@ class RowTable:
     def top_of(
         self, token_ids: NDArray[Any], logprobs: NDArray[Any], rows: NDArray[np.int64] | None = None
     ) -> dict[int, TopTokens]:
-        """Return the likeliest tokens by place in `rows`, by default by row, for rows that report any.
-
-        The other arguments are [B, most_top].
-        """
+        """Return the likeliest tokens [B, most_top] by place in `rows`, by default by row, if the row reports any."""
         wanted = self.num_top[: len(token_ids)] if rows is None else self.num_top[rows]
         return {
             int(place): top_tokens(token_ids[place], logprobs[place], int(wanted[place]))
@@ -317,10 +312,7 @@ _SPARE: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Admission of `sequences`, all of one request, to `rows`.
-
-    `sibling` is the row of a running sample of the request whose cached prompt can be copied, if there is one.
-    """
+    """Admission of one request's `sequences` to `rows`; `sibling` is a running row whose prompt can be copied."""
 
     request: Request
     sequences: list[Sequence]

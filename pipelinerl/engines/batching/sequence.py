@@ -225,10 +225,7 @@ class Request:
 
 
 def extend(running: list[Sequence], token_ids: list[int], logprobs: list[float]) -> list[int]:
-    """Append one step's tokens; set the finish reason of samples that ended, and return their rows, ascending.
-
-    The end-of-turn token is kept, because it was sampled and is trained on.
-    """
+    """Append one step's tokens, end-of-turn tokens included; set finish reasons, and return the ended rows in order."""
     ended = []
     for row, sequence in enumerate(running):
         token_id = token_ids[row]
@@ -283,10 +280,7 @@ _RECIPIENT: Final = "to="
 
 @dataclass(slots=True)
 class ShownText:
-    """The part of a choice's text that has been sent although tools are offered: `sent` characters.
-
-    It neither begins nor ends with white space, which is no part of the answer's text if that has calls.
-    """
+    """The part of a text sent although tools are offered: `sent` characters, without white space at either end."""
 
     sent: int = 0
     pending: str = ""
@@ -311,10 +305,7 @@ class ShownText:
 
 
 class ResponseWriter:
-    """Builder of the response to `request`, of the model named `model`.
-
-    The response is one object, or a stream of chunks: one chunk per token, or one for all tokens since the last chunk.
-    """
+    """Builder of the response to `request`: one object, or a stream of chunks of one token or of all new ones."""
 
     def __init__(self, chat: ChatCompletionRequest, request: Request, *, model: str, tokenizer: ChatTokenizer) -> None:
         self.newest_version = 0

@@ -82,9 +82,7 @@ class EngineClient:
         )
 
     async def stream(self, url: str, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk]:
-        """POST /v1/chat/completions, streamed. Closing the iterator cancels the request on the engine. Raises
-        `ContractError` or `EngineUnreachable`, also in mid-stream.
-        """
+        """POST /v1/chat/completions, streamed; closing cancels. Raises `ContractError` or `EngineUnreachable`."""
         url, timeout_s = url + routes.CHAT_COMPLETIONS, self._chat_timeout_s
         call = f"POST {url}"
         body = request.model_dump_json(exclude_none=True, exclude_defaults=True).encode()

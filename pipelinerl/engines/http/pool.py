@@ -310,10 +310,7 @@ NEAR_TOKENS: Final = 8192
 
 
 def cost(request: ChatCompletionRequest) -> int:
-    """Estimate the most tokens that an engine computes for a request: the prompt once, and each sample to its limit.
-
-    A prompt in text counts as one token per 4 characters.
-    """
+    """Estimate the most tokens to compute: the prompt once, a token per 4 characters, and each sample to its limit."""
     prompt = len(request.prompt_token_ids or request.continue_token_ids or ())
     if not request.prompt_token_ids:
         prompt += sum(len(message.content) for message in (request.messages or [])[request.continue_from or 0 :]) // 4
@@ -463,11 +460,7 @@ class EnginePool:
         )
 
     def _choice(self, engine: str, refused: Mapping[str, ContractError], near: str, tokens: int) -> str | None:
-        """Return `engine` if it is given, otherwise `near` or the least busy engine; None while no engine can be used.
-
-        An engine cannot be used while it is suspect or reserved by another request, or after it has rejected this
-        request.
-        """
+        """Return `engine` if given, else `near` or the least busy; None while all are suspect, reserved or refused."""
         if engine and self._known and engine not in self._known:
             raise EngineUnreachable(f"{engine}, the only engine for this request, is no longer part of the run")
         able = self._known & {engine} if engine else self._serving

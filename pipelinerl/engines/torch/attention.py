@@ -96,10 +96,7 @@ def wanted_mask(
     mask_function: Callable[..., Tensor] | None = None,
     **others: object,
 ) -> WantedMask:
-    """Return the mask that a model wants, by transformers' interface of functions that make masks.
-
-    Raises `ModelError` if the model changes which keys a causal mask hides.
-    """
+    """Return a model's mask, by transformers' interface. Raises `ModelError` if it changes what a causal mask hides."""
     if use_vmap:
         raise ModelError("the model has a mask of its own, which this engine does not support; use another engine")
     if local_size is None or local_size == 1 or mask_function is None:
@@ -166,9 +163,7 @@ def attend_decode(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend with one query per row [K, Hq, 1, D] over blocks of keys [N, H, size, D] and values [N, H, size, E] →
-    [K, 1, Hq, E].
-    """
+    """Attend with [K, Hq, 1, D] over blocks of keys [N, H, size, D] and values [N, H, size, E] → [K, 1, Hq, E]."""
     rows, q_heads, _, head_dim = query.shape
     in_kernel = plan.reading is CacheReading.KERNEL and sinks is None and keys.shape == values.shape
     if in_kernel and not isinstance(window, Chunk):
@@ -233,9 +228,7 @@ def attend_prefill(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend causally with the last T of L tokens: query [P, Hq, T, D], key [P, H, L, D] and value [P, H, L, E] →
-    [P, T, Hq, E].
-    """
+    """Attend causally with the last T of L tokens: [P, Hq, T, D], [P, H, L, D], [P, H, L, E] → [P, T, Hq, E]."""
     length = key.shape[2]
     if reading is CacheReading.TILES:
         window = _in_tiles(window, sinks)
@@ -275,10 +268,7 @@ def _in_kernel(query: Tensor, key: Tensor, value: Tensor, window: int | Chunk | 
 def _in_blocks(
     query: Tensor, length: int, window: int | Chunk | None, most: int, attend: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Let at most `most` queries attend at once, which bounds the memory of masks and scores; join the results.
-
-    `attend` takes queries [P, Hq, t, D] of the last of `length` tokens, and a mask [t, L] of the keys hidden from them.
-    """
+    """Bound the memory of scores: at most `most` queries [P, Hq, t, D], with their masks [t, L], attend at once."""
     keys, parts = torch.arange(length, device=query.device), []
     for part, own in zip(query.split(max(1, most), dim=2), keys[-query.shape[2] :].split(max(1, most)), strict=True):
         parts.append(attend(part, hidden_keys(keys, own[:, None], window)))

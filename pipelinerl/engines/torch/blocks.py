@@ -251,10 +251,7 @@ class BlockTable:
         return self.windows is None or self.windows.has(blocks, num_tokens)
 
     def fork(self, source: int, rows: Sequence[int], num_tokens: int) -> Copies:
-        """Let the empty rows `rows` share the blocks of the first `num_tokens` tokens of row `source`.
-
-        A partly filled last block is not shared: return the copies that the caller must make of it.
-        """
+        """Let `rows` share the first blocks of row `source`; return the copies to make of a partly filled last one."""
         full, own = num_tokens // self.size, self._rows[source]
         tails: list[int] = []
         for row in rows:
@@ -339,10 +336,7 @@ class BlockTable:
     # --- order ---------------------------------------------------------------------------------------------------
 
     def gather(self) -> Copies | None:
-        """Renumber the blocks in use from 0 if they spread too far; return the copies that the caller must then make.
-
-        Reading all blocks up to the last one in use is then nearly as cheap as reading only those in use.
-        """
+        """Renumber the blocks in use from 0 if they spread too far to read them all; return the copies to make."""
         used = self._uses > 0
         last, count = int(used.nonzero()[0][-1]) + 1 if self.in_use else 0, self.in_use
         if last < max(_FEW, _MOST_SPREAD * count):
@@ -485,10 +479,7 @@ class AlikeRows:
         self._lineage[list(targets)] = self._lineage[list(sources)]
 
     def step(self, feeds: NDArray[Any], positions: NDArray[Any]) -> DuplicateRows | None:
-        """Record that rows 0..B-1 are fed `feeds` [B] at `positions` [B]; return the duplicate rows.
-
-        Returns None if there are too few duplicates to save time.
-        """
+        """Record that rows 0..B-1 are fed `feeds` at `positions` [B]; return duplicates, None if they are too few."""
         count = len(feeds)
         order = np.lexsort((positions, feeds, self._lineage[:count]))
         columns = np.stack((self._lineage[:count], feeds, positions))[:, order]
@@ -502,10 +493,7 @@ class AlikeRows:
 
 
 class PromptStates:
-    """Bookkeeping of the slots with the states at the end of prompts, one for each prompt that has a running row.
-
-    With R rows there are R such slots, numbered from R.
-    """
+    """The slots from R on, for R rows, with the states at the end of each prompt that has a running row."""
 
     def __init__(self, table: BlockTable) -> None:
         rows = len(table.counts)

@@ -69,10 +69,7 @@ class DecodeGraphs:
         self._logits: Tensor | None = None
 
     def capture_all(self) -> None:
-        """Capture all graphs before the first request.
-
-        A capture first waits for all work on the device, so a later one would wait for an update that is arriving.
-        """
+        """Capture all graphs before the first request; a later capture would wait for an update that is arriving."""
         self._weights.staging().zero_()  # a capture runs a step with these weights, of which any numbers will do
         sizes = {padded_rows(count, self._rows) for count in range(1, self._rows + 1)}
         for _ in range(2):
@@ -98,10 +95,7 @@ class DecodeGraphs:
         return self._logits[:count]
 
     def sampled(self, count: int) -> StartedStep:
-        """Return the step that `run` has started, with the tokens that its graph samples for `count` rows.
-
-        The graph ignores top-k, top-p, min-p, logit changes, and requests for likeliest tokens.
-        """
+        """Return the step that `run` has started, as its graph samples it: without truncation or logit changes."""
         pinned = self._current
         pinned.results.copy_(self._results, non_blocking=True)
         pinned.done.record()
@@ -171,8 +165,6 @@ def capture(step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
 
 
 def padded_rows(count: int, most: int) -> int:
-    """Return the number of rows of the graph for `count` rows: a power of two from 2 to 32, then a multiple of 32. The
-    minimum is 2, because torch compiles a single row separately.
-    """
+    """Return the graph's number of rows for `count`: 2 (as torch compiles 1 apart), 4, 8, 16, or a multiple of 32."""
     padded = max(2, 1 << (count - 1).bit_length()) if count <= 32 else -(-count // 32) * 32
     return min(padded, most)

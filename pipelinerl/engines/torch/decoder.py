@@ -44,10 +44,7 @@ _Product = _Linear | QuantizedLinear | Fp32Head | InvariantLinear  # functions [
 
 
 class _Joined:
-    """Linear layers with the same input. If their weights lie back to back in memory, one product computes them all.
-
-    Layers with biases (Qwen2's attention) are not joined, because each bias lies between two weights of the layout.
-    """
+    """Linear layers without biases and with the same input; one product computes weights that lie back to back."""
 
     def __init__(self, *parts: _Product) -> None:
         self._parts = parts

@@ -53,10 +53,7 @@ class ModuleForward:
 
     @torch.no_grad()
     def cache_shape(self) -> CacheShape:
-        """Return the shape of the model's cache, after a forward of two tokens with transformers' own.
-
-        Raises `ModelError` if the model does not use it.
-        """
+        """Return the cache's shape, from a forward with transformers' own. Raises `ModelError` if none is used."""
         config, parameter = self._model.config.get_text_config(), next(self._model.parameters())
         cache: Any = DynamicCache(config=config)
         # transformers takes both from an attention layer, which a recurrent model does not have
@@ -122,9 +119,7 @@ def _unless_all(indexer: Any, select: Callable[..., Any], *args: object, **named
 
 
 def refuse_undecodable(skeleton: PreTrainedModel, context_length: int = 0) -> None:
-    """Raise `ModelError` if `PageCache` does not support a layer of a model, or not in sequences of `context_length`
-    tokens; the model's weights are not used.
-    """
+    """Raise `ModelError` if `PageCache` does not support a layer, or not at `context_length`; weights are unused."""
     kinds = set(getattr(skeleton.config.get_text_config(), "layer_types", None) or ()) - _KINDS
     if kinds:
         raise ModelError(
@@ -140,9 +135,7 @@ def refuse_undecodable(skeleton: PreTrainedModel, context_length: int = 0) -> No
 
 
 def _bound_time_steps(model: nn.Module) -> None:
-    """Clamp the time steps of state space layers in their input, as transformers does only if it computes all tokens
-    at once.
-    """
+    """Clamp time steps of state space layers in their input, as transformers does only in a forward of all tokens."""
     modules: Iterator[Any] = model.modules()
     for module in modules:
         lowest, highest = getattr(module, "time_step_limit", None) or (0.0, math.inf)

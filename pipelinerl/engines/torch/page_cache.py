@@ -464,9 +464,7 @@ class PageCache:
     # --- states --------------------------------------------------------------------------------------------------
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the rows' last inputs [B, C, K] of a convolution, which the layer may update in place; None in a
-        prefill.
-        """
+        """Return the rows' last inputs [B, C, K] of a convolution, which the layer may update; None in a prefill."""
         return self._state(("conv", layer_idx, state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -527,10 +525,7 @@ class PageCache:
     # --- blocks --------------------------------------------------------------------------------------------------
 
     def copy(self, copies: Copies, *, renumbered: bool = False) -> None:
-        """Copy the keys and values of blocks `copies.sources` to blocks `copies.targets`, in all layers.
-
-        Blocks that were only renumbered keep their slots.
-        """
+        """Copy blocks `copies.sources` to `copies.targets` in all layers; those only renumbered keep their slots."""
         if not copies.sources:
             return
         self._reserve(max(*copies.targets, *copies.sources) + 1)

@@ -320,10 +320,7 @@ class TorchRunner:
         return longest
 
     def warm_up(self) -> None:
-        """Run each kind of forward once, so that an unsupported model raises `ModelError` at load time.
-
-        On a GPU, also capture all CUDA graphs, which allocates `staging`.
-        """
+        """Run each kind of forward, so that loading raises `ModelError`; on a GPU, capture all CUDA graphs."""
         if self._graphs is not None:
             self._graphs.capture_all()
         self.prefill([Prefill([0, 0], [0])])
@@ -331,10 +328,7 @@ class TorchRunner:
         self.decode(1)
 
     def decoded_in_batch(self, count: int) -> tuple[list[int], list[float]]:
-        """Decode one token of a fixed prompt in row 0 of a batch of `count` rows; return its id and log-prob.
-
-        Serves to test that results do not depend on the batch. Run it before any request, since it clears the rows.
-        """
+        """Return token and log-prob of a fixed prompt in a batch of `count`, to test invariance; it clears all rows."""
         rows = list(range(min(count, self.slots)))
         prompts = [[token % self.vocab_size for token in range(1 + row, 4 + row + row % 5)] for row in rows]
         self.prefill([Prefill(prompt, [row]) for row, prompt in zip(rows, prompts, strict=True)])
@@ -346,9 +340,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def decode(self, num_rows: int) -> tuple[list[int], list[float]]:
-        """Decode one token for each of rows 0..num_rows-1, and those of its draft; return the first tokens' ids and
-        log-probs.
-        """
+        """Decode a token of each of rows 0..num_rows-1, and its draft; return the first tokens' ids and log-probs."""
         rows, used = self._rows, slice(0, num_rows)
         if not self.reserve(num_rows):
             raise RuntimeError("the cache has no room for the next token; preempt a row before the step")
@@ -496,10 +488,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def scorer(self, token_ids: Sequence[int], temperature: float) -> list[float]:
-        """Return each token's log-prob given the tokens before it, 0 for the first.
-
-        One forward of the model's own modules computes them without the cache. It needs memory for all tokens' logits.
-        """
+        """Return each token's log-prob, 0 for the first, by a forward without the cache that holds all logits."""
         if len(token_ids) < 2:
             return [0.0] * len(token_ids)
         tokens = torch.tensor(token_ids, device=self._device)

@@ -107,9 +107,7 @@ def _draw(logprobs: Tensor, noise: Tensor, greedy: Tensor | None) -> Sample:
 
 
 def add_to_logits(logits: Tensor, changes: LogitChanges, drafts: Drafts | None = None) -> Tensor:
-    """Return logits f32 [B, V] with each row's logit changes added, or with `drafts` those of each token that they
-    feed.
-    """
+    """Return logits f32 [B, V] plus each row's changes, or with `drafts` those of each token that is fed."""
     found = changes.of(range(len(logits))) if drafts is None else changes.of(drafts.rows.tolist(), drafts.drafted())
     rows, token_ids, values = (torch.from_numpy(part).to(logits.device) for part in found)
     return logits.float().index_put((rows, token_ids), values, accumulate=True)

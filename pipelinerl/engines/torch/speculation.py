@@ -102,10 +102,7 @@ class Drafter:
         self._lengths[list(targets)] = self._lengths[list(sources)]
 
     def drafts(self, tokens: NDArray[np.int32], positions: NDArray[np.int64]) -> Drafts | None:
-        """Return the drafts of rows 0..B-1, or None if there are none.
-
-        `tokens` [rows, context] are the rows' tokens; each row's next one is at `positions` [B].
-        """
+        """Return drafts of rows 0..B-1, None without any; row b's next token is `tokens[b, positions[b]]`."""
         room = tokens.shape[1] - 1 - positions
         lengths = np.minimum(self._lengths[: len(positions)], room).tolist()
         found = [

@@ -34,10 +34,7 @@ _BLOCK_S: Final = 10.0
 
 
 async def follow_announcements(engine: Engine, stream: Stream, *, url: str) -> None:
-    """Follow the announcements for `engine`, whose base URL is `url`, until cancelled.
-
-    Raises `AddressError` if the stream server cannot be reached.
-    """
+    """Follow announcements for `engine` at `url` until cancelled. Raises `AddressError` without the stream server."""
     offset = await stream.last_id(ANNOUNCEMENTS)
     taken = WeightsTaken(url=url)
     while True:

@@ -54,10 +54,7 @@ class EndpointFactory(Protocol):
         ...
 
     def buffer(self, staging: Any, num_bytes: int) -> Any:
-        """Return flat uint8 [num_bytes] like `staging`, to receive weights in another dtype than the engine's.
-
-        Raises `InvalidRequest` if memory is low.
-        """
+        """Return uint8 [num_bytes] like `staging` for weights of another dtype; `InvalidRequest` if memory is low."""
         ...
 
     def join(self, request: InitProcessGroupRequest) -> GroupEndpoint:

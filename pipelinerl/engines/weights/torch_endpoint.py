@@ -34,10 +34,7 @@ from pipelinerl.weights.broadcast.collective import Collective, Rendezvous
 
 
 def serve_endpoints(path: Path, staged: Tensor, device: torch.device) -> None:
-    """Connect to the engine's socket `path`, and serve the engine's weight-group endpoints on threads.
-
-    `staged` u8 is memory that this process and the engine both map; received weights are written to it.
-    """
+    """Serve the engine's endpoints on threads, by its socket `path`; received weights go to the shared `staged` u8."""
     line = socket.socket(socket.AF_UNIX)
     line.connect(str(path))
 

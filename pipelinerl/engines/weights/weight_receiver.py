@@ -126,10 +126,7 @@ class _Update:
         return self.dropped or self.incoming.failed or self.incoming.silent
 
     def given_up_for(self, request: WeightUpdateRequest) -> bool:
-        """Return whether this update is a pull that can end now because `request` pulls a newer version.
-
-        A broadcast cannot: it ends only with its group.
-        """
+        """Return whether `request` pulls a newer version than this pull; a broadcast ends only with its group."""
         pulled = self.request.transport is request.transport is Transport.PULL
         return pulled and self.stage is _Stage.RECEIVING and self.key < (request.epoch, request.version)
 

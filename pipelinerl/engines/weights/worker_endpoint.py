@@ -65,10 +65,7 @@ class WorkerEndpointFactory:
 
     @contextmanager
     def accept_worker(self) -> Iterator[Path]:
-        """Yield the path at which a worker must call `serve_endpoints`.
-
-        Raises `UpdateError` if no worker has connected when the `with` block ends.
-        """
+        """Yield where a worker must call `serve_endpoints`; raise `UpdateError` if none has when the block ends."""
         # The folder is private to this user, so only this user's processes can connect.
         with tempfile.TemporaryDirectory(prefix="pipelinerl-") as folder, socket.socket(socket.AF_UNIX) as door:
             path = Path(folder) / "endpoint"

@@ -384,10 +384,7 @@ def plain_tensors(source: Path) -> dict[str, PlainTensor]:
 
 
 def dequantise(source: Path, target: Path) -> None:
-    """Write the model of the directory `source`, in bf16, into the new directory `target`.
-
-    Raises ModelError if `source` is not quantised, or in a way that cannot be decoded here, or if `target` exists.
-    """
+    """Write `source` in bf16 into the new directory `target`. Raises ModelError if it cannot, or `target` exists."""
     check_directory(source)
     if quantisation(source) is None:
         raise ModelError(f"{source} is not quantised; use it as it is")
@@ -479,10 +476,7 @@ def write_copy(
 
 @contextmanager
 def outlined(sources: Sequence[Path]) -> Iterator[tuple[Mapping[Path, Path], list[Need]]]:
-    """Yield the copy of each source, or a stand-in with its configuration and shapes, and the disk that is needed.
-
-    Stand-ins exist until the block ends.
-    """
+    """Yield the sources' copies, or stand-ins with their shapes until the block ends, and the disk that is needed."""
     folder, needs, stands = cache_folder(), list[Need](), dict[Path, Path]()
     try:
         folder.mkdir(parents=True, exist_ok=True)

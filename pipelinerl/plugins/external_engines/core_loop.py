@@ -149,10 +149,7 @@ class EngineCore(Protocol):
 
 
 def refuse_beyond(request: Request, offered: frozenset[str], engine: str) -> None:
-    """Raise `InvalidRequest` if the request uses a sampling field outside `offered`; the error names `engine`.
-
-    `policy_logprobs` differ from other log-probs only if the request truncates.
-    """
+    """Raise `InvalidRequest` for a field outside `offered`; `policy_logprobs` matter only if the request truncates."""
     change = request.change
     used = {
         "min_p": request.min_p > 0,

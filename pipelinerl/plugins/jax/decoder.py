@@ -294,10 +294,7 @@ def _key(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
 
 
 def export_order(config: DecoderConfig) -> Iterator[tuple[Parameter, int | None]]:
-    """Yield (parameter, layer) in the order in which trainers send weights: embedding, layer by layer, norm, head.
-
-    The layer is None for a parameter outside the layers.
-    """
+    """Yield (parameter, layer) as trainers send them: embedding, layers, norm, head; layer None outside the layers."""
     first, *rest = (parameter for parameter in config.parameters if parameter.layers is None)
     stacked = [parameter for parameter in config.parameters if parameter.layers is not None]
     yield first, None

@@ -89,10 +89,7 @@ def _in_pieces(
 
 
 def _needed_first(needed: Array, pieces: int) -> tuple[Array, Array]:
-    """Return the number of pieces that contain needed tokens, and token indices, i32 [S, pieces, T / pieces].
-
-    The indices list the T tokens of each of S shards, needed tokens first.
-    """
+    """Return how many pieces have needed tokens, and token indices i32 [S, pieces, T / pieces], needed ones first."""
     shards, tokens = needed.shape
     order = jnp.argsort(~needed, axis=1, stable=True).reshape(shards, pieces, -1)
     return -(-needed.sum(axis=1).max() // (tokens // pieces)), order

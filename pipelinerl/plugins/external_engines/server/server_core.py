@@ -82,10 +82,7 @@ class ServerApi(Protocol):
     """The path of the route that generates a sample."""
 
     async def open(self, label: str) -> tuple[str, int]:
-        """Check that the server can be used, and name its weights `label`; return the model's dtype and context length.
-
-        Raises `ModelError` for wrong flags.
-        """
+        """Check the server, label its weights; return dtype and context length. Raises `ModelError` for wrong flags."""
         ...
 
     def check(self, request: Request) -> None:
@@ -101,10 +98,7 @@ class ServerApi(Protocol):
         ...
 
     async def pause(self, on_update: OnUpdate) -> None:
-        """Stop the server between two steps.
-
-        Mode `abort` ends the running samples. In mode `drain`, the caller has already waited for their end.
-        """
+        """Stop the server between two steps; `abort` ends the samples, and before `drain` they have ended."""
         ...
 
     async def resume(self) -> None:
@@ -277,10 +271,7 @@ class ServerCore:
 
 
 def _checked(sample: _Sample, spans: list[LabelSpan]) -> list[LabelSpan]:
-    """Return the server's version spans.
-
-    Raises `EngineUnreachable` if the spans do not match the sampled tokens, or name weights that were not loaded.
-    """
+    """Return the server's version spans. Raises `EngineUnreachable` if they do not fit the tokens or known weights."""
     count = len(sample.token_ids)
     edges = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != edges[:-1] or edges[-1] != count or edges != sorted(set(edges)):

@@ -86,10 +86,7 @@ class SglangServerApi:
         self._retracted = False
 
     async def open(self, label: str) -> tuple[str, int]:
-        """Check version and flags, form the weight group, label the weights; return the dtype and the context length.
-
-        Raises `ModelError`, `EngineUnreachable`.
-        """
+        """Check the server, form the group, label the weights; return dtype and context length. Raises `ModelError`."""
         info = await self._http.get("/server_info")
         release = release_of(str(info.get("version")))
         if release < _FIRST:
@@ -189,10 +186,7 @@ class SglangServerApi:
         }
 
     def read(self, event: Mapping[str, Any], *, known: int) -> Chunk:
-        """Return the new tokens of a stream's event: the last entries of the event's list of tokens.
-
-        The list may also repeat the `known` tokens that earlier events of the sample had.
-        """
+        """Return an event's new tokens, the last of its list, which may repeat the `known` ones of earlier events."""
         if "error" in event:
             raise EngineUnreachable(f"the SGLang server at {self._http.url} aborted a sample: {event['error']}")
         meta = event["meta_info"]

@@ -73,10 +73,7 @@ class VllmServerApi:
         self._orders = False  # True if the server schedules waiting requests by priority
 
     async def open(self, label: str) -> tuple[str, int]:
-        """Check the server's flags, share the staging memory with it, and name the weights that it serves `label`.
-
-        Return the model's dtype and context length. Raises `ModelError`, `EngineUnreachable`.
-        """
+        """Check flags, share the staging memory, label the weights; return dtype and context. Raises `ModelError`."""
         version = str((await self._http.get("/version"))["version"])
         release = release_of(version)
         if release < _TESTED:
@@ -123,10 +120,7 @@ class VllmServerApi:
         refuse_beyond(request, _OFFERED, "this engine's server")
 
     def order(self, sequence: Sequence, *, salt: str) -> Mapping[str, Any]:
-        """Return the `GenerateRequest` of one sample, which ends only at the token limit or at `stop_ids`.
-
-        Only requests with the same `salt` share cached prefixes.
-        """
+        """Return one sample's `GenerateRequest`, up to its limit or `stop_ids`; equal `salt`s share cached prefixes."""
         request = sequence.request
         return {
             "request_id": sample_id(sequence),

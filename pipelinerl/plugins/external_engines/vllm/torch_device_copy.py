@@ -46,10 +46,7 @@ class DeviceCopy:
         return self._place
 
     def advance(self, commit: int) -> bool:
-        """Begin the copy for commit number `commit`, unless it has begun; return True once the copy is complete.
-
-        A new number means new bytes on the host, even if the commit before was cancelled after its copy.
-        """
+        """Begin the copy for commit number `commit`, once for each number; return True once it is complete."""
         if self._copy is None:
             return True
         if self._commit != commit:

@@ -54,9 +54,7 @@ vllm_layers.dispatch_cpu_unquantized_gemm = _leave_unpacked
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The shared memory: its path and size, the layout of the weights at its beginning, and if a copy may take memory
-    of the GPU.
-    """
+    """The shared memory: path, size, the layout of its weights, and whether a copy may take memory of the GPU."""
 
     path: Path
     layout: WeightLayout

@@ -50,9 +50,7 @@ class PromptAttention(StrEnum):
         return cls.SPLASH if platform == "tpu" and devices == 1 and not windows else cls.PLAIN
 
     def causal(self, query: Array, key: Array, value: Array, reach: Array | None = None) -> Array:
-        """Return causal attention [P, T, H, d] of queries [P, T, H, d] over keys and values [P, T, K, d], to the last
-        `reach` i32 [] tokens.
-        """
+        """Return causal attention [P, T, H, d] over keys and values [P, T, K, d], to the last `reach` i32 [] tokens."""
         length = query.shape[1]
         if self is PromptAttention.SPLASH and length % LANES == 0 and reach is None:
             return splash_attention(query, key, value)

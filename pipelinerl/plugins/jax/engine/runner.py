@@ -220,10 +220,7 @@ class JaxRunner:
         )
 
     def _start(self, num_rows: int, *, after: SampledBatch | None = None) -> SampledBatch:
-        """Start a step of rows 0..num_rows-1.
-
-        With `after`, a step that may be unfinished, the new step feeds the tokens that `after` samples.
-        """
+        """Start a step of rows 0..num_rows-1, which feeds what `after`, a step that may be unfinished, samples."""
         rows, run, used = self._rows, slice(0, self.buckets.rows_for(num_rows)), slice(0, num_rows)
         skipped = int(after is not None)
         positions = rows.positions[run] + np.int32(skipped)
@@ -425,10 +422,7 @@ def layout_of(config: DecoderConfig, dtype: np.dtype[Any]) -> WeightLayout:
 
 
 class JaxWeights:
-    """The serving and the staged weights of a decoder; `place` returns the sharding of a given parameter.
-
-    The argument `current` gives the weights to serve first, stacked over layers, all of one dtype.
-    """
+    """The serving and staged weights, stacked over layers, of one dtype; `place` returns a parameter's sharding."""
 
     def __init__(
         self, config: DecoderConfig, current: Mapping[str, Array], *, place: Callable[[Parameter], Sharding]

@@ -117,10 +117,7 @@ def _dithered(array: Array, noise: Array, shape: tuple[int, ...], names: tuple[s
 
 @partial(jax.jit, static_argnums=0)
 def logprobs(program: TrainerProgram, weights: Weights, columns: Columns) -> Array:
-    """Return f32 [R, C] for R rows of C tokens: each token's log-prob at its temperature, or its value.
-
-    The result is 0 at segment starts and in padding.
-    """
+    """Return f32 [R, C]: each token's log-prob at its temperature, or value; 0 at segment starts and in padding."""
     return predictions(program, (), weights, columns, columns["segment_ids"] != PADDING)[0]
 
 

@@ -110,10 +110,7 @@ def typical(differences: Tensor) -> float:
 
 
 class Reference:
-    """transformers' model and tokenizer of `directory`, in float32 and in the engine's `precision`.
-
-    Raises `ValueError` if transformers cannot load a causal language model from the directory.
-    """
+    """transformers' model and tokenizer of `directory`, in float32 and `precision`; `ValueError` if it cannot load."""
 
     def __init__(self, directory: Path, precision: str = "float32") -> None:
         self.precision = precision

@@ -105,10 +105,7 @@ def written_call(
 def _written(
     style: CallStyle, name: str, arguments: Mapping[str, Any], render: Render, ends: Collection[str]
 ) -> tuple[str, str] | None:
-    """Return the answer that consists of one call, and the marker with which the prompt opens thinking, or "".
-
-    None if the template cannot render it.
-    """
+    """Return the answer of one call, and the marker by which the prompt opens thinking; None if it is not rendered."""
     call = {"id": _ID, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
     answer: Turn = {"role": "assistant", "content": "", "tool_calls": [call]}
     tools = [_TOOL.for_template()]

@@ -201,10 +201,7 @@ def _shrink(config: Any) -> None:
 
 
 def _kept(lists: Sequence[Sequence[Any]], depth: int, sharing: int) -> list[int]:
-    """Return the first layer of each kind; `lists` have an entry for each layer, and the last `sharing` layers differ.
-
-    Return at least two layers if there are two.
-    """
+    """Return the first layer of each kind in `lists`, at least two; the last `sharing` of `depth` layers differ."""
     first: dict[str, int] = {}
     for index in range(depth if lists else 0):
         first.setdefault(repr((index >= depth - sharing, *(each[index] for each in lists))), index)

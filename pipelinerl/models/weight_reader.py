@@ -71,10 +71,7 @@ class ConversionTable:
         return cls(model, [each for each in table if isinstance(each, WeightRenaming)], converters)
 
     def stored_parts(self, path: Path) -> dict[str, tuple[StoredPart, ...]]:
-        """Map each name in the model to its stored tensors, in the order in which transformers joins them.
-
-        If a conversion makes several tensors of the model, they appear under the name of the first.
-        """
+        """Map names to their stored tensors as they are joined; a conversion to several is under the first's name."""
         from transformers.core_model_loading import dot_natural_key, rename_source_key
 
         prefix, expected = self.model.base_model_prefix, self.model.state_dict()

@@ -165,10 +165,7 @@ class DecodeLoop:
             self._changed.notify()
 
     def commit(self, *, version: int, epoch: int, on_update: OnUpdate) -> Future[float]:
-        """Swap to the staged weights between two steps; return a future of the pause in seconds.
-
-        Raises `EngineStopped` while the engine is closing, and `UpdateInProgress` while another commit is pending.
-        """
+        """Swap between two steps; return a future of the pause. Raises `EngineStopped`, `UpdateInProgress`."""
         with self._changed:
             if not self.is_alive:
                 raise EngineStopped("the engine is closing, without a swap to the new weights")

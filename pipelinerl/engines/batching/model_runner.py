@@ -79,11 +79,7 @@ class RowState:
 
 
 class FurtherToken(NamedTuple):
-    """A token that a row sampled in the same step after its first one, with its log-prob.
-
-    `top` are the likeliest tokens, and `routed` the experts [layers, top_k] of the token before it, if they are
-    recorded.
-    """
+    """A row's further token of a step; `top` are the likeliest tokens, `routed` the experts of the token before it."""
 
     token_id: int
     logprob: float

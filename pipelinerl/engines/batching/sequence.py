@@ -138,9 +138,7 @@ class Sequence:
         return [(version, count) for version, count in counted if count > 0]
 
     def certain(self) -> tuple[FinishReason | None, int]:
-        """Return the finish reason, if any, and the number of tokens that any thread may read. The last token of a
-        running sample is left out: it may end the sample, and is then reported with the finish reason.
-        """
+        """Return the finish reason and how many tokens any thread may read: of a running sample, all but the last."""
         reason = self.finish_reason  # read the finish reason first: once it is set, no token is added
         return reason, max(len(self.logprobs) - (reason is None), 0)
 

@@ -123,10 +123,7 @@ def refuse_different(
     options: Mapping[str, Any] = MappingProxyType({}),
     context_length: int = 0,
 ) -> bool:
-    """Raise `ModelError` if the engine would not compute this model as transformers does; its weights are not used.
-
-    Return False if this could not be tried, as `torch_miniature` explains.
-    """
+    """Raise `ModelError` if engine and transformers would differ; return False if `torch_miniature` cannot try it."""
     refuse_undecodable(skeleton, context_length)
     changed = [f"model.kernels={kernels}"] * (kernels is not Kernels.FAST)
     changed += [f"engine.options.{name}={value}" for name, value in options.items()]

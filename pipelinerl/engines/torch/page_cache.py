@@ -155,10 +155,7 @@ class CacheShape:
 
     @classmethod
     def of(cls, filled: Any, *, dtype: torch.dtype, latent: bool, windows: Mapping[int, int]) -> CacheShape:
-        """Return the shape of `filled`, transformers' cache of one row; without keys, `dtype` is theirs.
-
-        `windows` are the lengths of sliding windows by layer.
-        """
+        """Return the shape of `filled`, transformers' cache of one row; `dtype` is for no keys, `windows` by layer."""
         pages, states = {}, {}
         for index, layer in enumerate(filled.layers):
             if getattr(layer, "keys", None) is not None:
@@ -424,9 +421,7 @@ class PageCache:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values [.., H, T, D] as the plan says; return the keys and values to attend to:
-        the prompts' own [P, H, start + T, D] for a prefill, and blocks [N, H, size, D] for a decode step.
-        """
+        """Store keys and values [.., H, T, D]; return prompts' [P, H, start + T, D], or blocks [N, H, size, D]."""
         plan, (keys, values) = self.plan, self._layers[layer_idx]
         if plan.windowed is not None and self._slides(layer_idx):
             plan = plan.windowed

@@ -238,10 +238,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def prefill(self, prefills: Sequence[Prefill]) -> None:
-        """Fill the cache of the rows of `prefills`, in batches of prompts whose uncached parts have similar lengths.
-
-        A prompt whose prefix another prompt computes waits for that prefix and reuses it.
-        """
+        """Fill the cache of `prefills` in batches of similar lengths; a prompt waits for a prefix that another has."""
         self.early_step.drop()
         self.release([row for prefill in prefills for row in prefill.rows if self._table.counts[row]])
         log = self.route_log if self.route_log is not None and self.route_log.is_on else None

@@ -449,10 +449,7 @@ def _write_configuration(source: Path, target: Path) -> None:
 
 
 def outline(source: Path, target: Path) -> int:
-    """Write a quantised directory's plain copy without values into the directory `target`; return the copy's bytes.
-
-    The weights are a hole in the file, which takes no space: they read as zeros and must not be trained.
-    """
+    """Write a plain copy of zeros (a hole in the file), never to be trained, to `target`; return the copy's bytes."""
     header, size = dict[str, Any](), 0
     for name, tensor in plain_tensors(source).items():
         code = "F32" if tensor.dtype == "float32" else "BF16"

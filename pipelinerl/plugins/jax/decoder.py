@@ -207,10 +207,7 @@ _VARIABLES: Final = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 def bound_memory(share: float | None) -> None:
-    """Limit this process to `share` of each GPU's memory (None: JAX's default, 0.75).
-
-    Call this before JAX finds its devices. A limit that the user set by an environment variable takes precedence.
-    """
+    """Limit this process to `share` of each GPU, unless the user's environment does; call it before JAX starts."""
     if share is not None and not any(name in os.environ for name in _VARIABLES):
         os.environ[_VARIABLES[0]] = f"{share:g}"
 

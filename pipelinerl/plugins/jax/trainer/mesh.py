@@ -43,11 +43,7 @@ class MeshShape:
 
 
 def build(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-    """Build a mesh over the first devices.
-
-    Raises SpecError if the mesh's size does not divide the number of devices. With several processes, the mesh must use
-    all devices.
-    """
+    """Build a mesh over the first devices; several processes use all. Raises SpecError if sizes do not divide."""
     needed = shape.num_devices
     if len(devices) % needed or (jax.process_count() > 1 and needed != len(devices)):
         raise SpecError(

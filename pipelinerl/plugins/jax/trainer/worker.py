@@ -125,10 +125,7 @@ class JaxWorker:
         return [_forward(self.program, self._served(), batch) for batch in batches]
 
     def _served(self) -> Weights:
-        """Return the weights for passes: for a policy with dithering, rounded as engines hold them, else in fp32.
-
-        If engines round to nearest, the program itself rounds the fp32 weights (`TrainerProgram.fetch`).
-        """
+        """Return the weights for passes: a dithered policy's as engines hold them, else fp32, which `fetch` rounds."""
         if not self.dithers or self.config.scalar_head:
             return self.weights
         if self.served is None:

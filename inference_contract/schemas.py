@@ -19,11 +19,7 @@ from inference_contract.wire import IN_MESSAGE, IN_REQUEST, IN_STREAM, TAGS, Wir
 
 
 def without_idle(fields: Any, known: Container[str], idle: Mapping[str, tuple[Any, ...]]) -> Any:
-    """Return `fields` without those that change nothing.
-
-    A field is dropped if it is null and named in `known` or `idle`, if `idle` lists its value or, in a request, if it
-    is OpenAI's bookkeeping (`TAGS`). If `fields` is not a mapping, return it unchanged, for the schema to reject.
-    """
+    """Return `fields` without those that change nothing: null or `idle` ones, and in a request OpenAI's `TAGS`."""
     if not isinstance(fields, dict):
         return fields
     return {

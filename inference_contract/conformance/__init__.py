@@ -64,11 +64,7 @@ class CheckOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of one check.
-
-    `promise` is what the engine must do. `reason` says why it failed or is unsupported, or what a passed check has
-    measured.
-    """
+    """The result of one check; `reason` says why it failed or is unsupported, or what it has measured."""
 
     name: str
     promise: str

@@ -119,11 +119,7 @@ def stop_string_may_span_the_prefix(session: Session) -> None:
 
 
 def _stopped(session: Session, **fields: Any) -> tuple[Choice, Choice, int] | None:
-    """Return (answer that a stop string ends, continuation of its tokens without the last, number of these tokens).
-
-    The stop string is the second and third character of the text sampled without one. Return None if there is no such
-    string, or if it does not end the answer, or ends it at the first token.
-    """
+    """Return (answer that a stop string ends, continuation without its last token, number of its tokens), or None."""
     text = session.chat(**fields).choices[0].message.content
     stop = text[1:3]
     if len(stop) < 2 or "\ufffd" in text:

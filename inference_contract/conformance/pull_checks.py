@@ -224,11 +224,7 @@ def pull_in_flight(session: Session) -> None:
 
 @contextmanager
 def _pull_that_fails(session: Session, *, tag: int, when: str) -> Iterator[tuple[WeightServer, int]]:
-    """Yield a weight server and a version; the `with` block must make the engine's pull of this version fail.
-
-    The server holds the kit's weights number `tag + 1` as this version. The engine serves the weights number `tag`, and
-    must keep them (see `old_weights_stay`).
-    """
+    """Yield a server of the weights `tag + 1` and their version, whose pull must fail, so that `tag` still serves."""
     with (
         WeightServer(session.host, session.token) as server,
         old_weights_stay(session, partial(_pulled, session, server), tag=tag, when=when) as version,

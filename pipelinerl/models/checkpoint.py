@@ -248,11 +248,7 @@ def empty_model(path: Path) -> PreTrainedModel:
 
 
 def model_factory(path: Path) -> Any:
-    """Return transformers' class that builds a directory's language model.
-
-    A model that also sees images is built whole if transformers has no class for its text part alone. Raises ModelError
-    for a model that does not write text.
-    """
+    """Return transformers' class for a model, whole if it sees images. Raises ModelError if it writes no text."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto import modeling_auto
 

@@ -365,11 +365,7 @@ _KNOWN: Final = _NEUTRAL | {"ByteLevel", "ByteFallback", "Replace", "Metaspace"}
 
 
 def _byte_reader(backend: Tokenizer, decode: Callable[[Sequence[int]], str]) -> Callable[[int], bytes]:
-    """Return a function from a token's id to its bytes, which remembers its results.
-
-    It follows the tokenizer's decoder, if that is byte-level or SentencePiece's. Tokens of other decoders have the
-    bytes of the text that `decode` returns.
-    """
+    """Return a cached function from a token's id to its bytes, by a known decoder, else by the text of `decode`."""
     decoder: Any = {"type": ""} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     if any(step["type"] not in _KNOWN or "Regex" in step.get("pattern", {}) for step in steps):
@@ -398,9 +394,7 @@ def _byte_reader(backend: Tokenizer, decode: Callable[[Sequence[int]], str]) -> 
 
 @cache
 def _byte_of_char() -> dict[str, int]:
-    """Return the byte of each character of byte-level BPE (GPT-2): printable Latin-1 characters are their own bytes,
-    and the others, in order, are the characters from U+0100 on.
-    """
+    """Return the bytes of byte-level BPE's characters (GPT-2): printable Latin-1, then the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}

@@ -250,10 +250,7 @@ def _fill(model: PreTrainedModel) -> None:
 
 
 def trial(key: str, path: Path, refuse: Callable[[PreTrainedModel], bool]) -> Iterator[tuple[str, str]]:
-    """Let `refuse` compute a small random model of the configuration in `path`; yield a warning if it cannot be tried.
-
-    `key` is the recipe's key of the directory. Raises `ModelError` with the key if the model would be computed wrongly.
-    """
+    """Let `refuse` compute a miniature of `path`; yield a warning if it cannot. Raises `ModelError` with `key`."""
     skeleton = load_structure(path, part="trunk" if key == "critic.path" else "causal_lm")
     try:
         tried = refuse(skeleton)

@@ -90,10 +90,7 @@ class ConversionTable:
         return {name: tuple(parts) for name, parts in found.items()}
 
     def converted(self, name: str, parts: Iterable[tuple[StoredPart, Any]]) -> dict[str, Tensor]:
-        """Return the tensors that a conversion makes, given its parts and for each a tensor or a function to read it.
-
-        `name` is the name under which `stored_parts` lists the parts.
-        """
+        """Return the tensors of the conversion `name` in `stored_parts`, from its parts and their tensors or reads."""
         given = list(parts)
         converter = deepcopy(self.converters[str(given[0][0].pattern)])
         for part, values in given:

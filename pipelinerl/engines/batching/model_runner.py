@@ -208,11 +208,7 @@ def top_tokens(token_ids: NDArray[Any], logprobs: NDArray[Any], count: int) -> T
 
 
 class RowTable:
-    """The fields of all rows' `RowState`s as arrays [rows] on the host, which a runner slices.
-
-    `ids` is the dtype of token ids and positions. Every decode step returns its tokens to the host anyway, so arrays on
-    the device would save nothing.
-    """
+    """The fields of all `RowState`s as arrays [rows] on the host; `ids` is the dtype of token ids and positions."""
 
     def __init__(self, rows: int, *, ids: DTypeLike = np.int64) -> None:
         self.feeds: NDArray[Any] = np.zeros(rows, dtype=ids)

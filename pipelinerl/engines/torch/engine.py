@@ -132,9 +132,7 @@ def refuse_different(
 
 
 def _decoded(model: PreTrainedModel, kernels: Kernels, options: Mapping[str, Any]) -> list[Computed]:
-    """Decode tokens after prompts of several lengths in one batch, one of a single token and two that are equal. Then
-    one of these two ends, and another row takes its place.
-    """
+    """Decode after prompts of several lengths, two of them equal; then one of these ends, and another row moves."""
     use_page_cache(model)
     text: Any = model.config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)

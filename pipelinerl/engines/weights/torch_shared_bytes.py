@@ -59,10 +59,7 @@ class SharedBytes:
             undone.pop_all()
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve memory for the first `num_bytes` of `further`. Raises `OSError` if there is too little.
-
-        Writing to unreserved bytes ends the process if the memory is full.
-        """
+        """Reserve `further`'s first `num_bytes`, or raise `OSError`; writing beyond may end the process."""
         os.posix_fallocate(self._descriptor, len(self.tensor), num_bytes)
 
     def forget_name(self) -> None:

@@ -225,10 +225,7 @@ class WeightReceiver:
         return self._answer(UpdateStatus.PREPARED)
 
     def _take_over(self, request: WeightUpdateRequest) -> None:
-        """Drop an update of an earlier epoch (trainer) than that of `request`.
-
-        Raises `StaleVersion` if a later epoch is known, `InvalidRequest` if epoch or version are implausibly high.
-        """
+        """Drop an earlier epoch's update. Raises `StaleVersion` for a past epoch, `InvalidRequest` if too high."""
         if request.epoch < self._epoch:
             raise StaleVersion(
                 f"epoch {self._epoch} has taken over from the epoch of {_named(request)}; its trainer must stop. If no "

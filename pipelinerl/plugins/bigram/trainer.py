@@ -205,10 +205,7 @@ def _forward(worker: BigramWorker, batch: MicroBatch) -> Float32:
 
 
 def _predict(worker: BigramWorker, batch: MicroBatch, where: NDArray[np.intp]) -> tuple[Float64, Float64 | None]:
-    """Return log-probs of the tokens at the N positions `where`: [N] of the tokens, [N, V] of the whole vocabulary.
-
-    With a value head, return the values [N] at these positions, and None.
-    """
+    """Return log-probs [N] of the tokens `where`, and [N, V] of all tokens; with a value head, values [N] and None."""
     rows = worker.table[batch.token_ids[where - 1]]
     if worker.head is Head.VALUE:
         return rows, None

@@ -108,9 +108,7 @@ def slow_on_cpu(dtype: str) -> str | None:
 
 
 def slow_here(dtype: str, *, cpuinfo: Path = _CPUINFO) -> str | None:
-    """Return why this CPU is slow in `dtype` and the remedy; None if it is fast or unknown. Without AVX512-BF16 or AMX,
-    every product in bfloat16 first converts both factors to float32, which is many times slower.
-    """
+    """Return why this CPU is slow in `dtype`, and the remedy; None if it is fast or unknown."""
     wanted, known = _FLAGS.get(dtype), _flags(cpuinfo)
     if wanted is None or not known or wanted & known:
         return None

@@ -77,11 +77,7 @@ class SharedTransfer:
         self._layout: WeightLayout | None = None
 
     def parse_init_info(self, init_info: dict[str, Any]) -> Share:
-        """Parse the `init_info` of `/init_weight_transfer_engine`: `path`, `layout` in JSON, and optional fields.
-
-        `num_bytes` is the memory's size if it is larger than the weights; `may_copy` is true by default. Raises
-        `ValueError` for wrong keys.
-        """
+        """Parse `init_info`: `path`, `layout` in JSON, and optional `num_bytes`, `may_copy`. Raises `ValueError`."""
         if not {"path", "layout"} <= init_info.keys() <= {"path", "layout", "num_bytes", "may_copy"}:
             raise ValueError(f"init_info must have path and layout, got {', '.join(sorted(init_info))}")
         layout = WeightLayout.model_validate_json(init_info["layout"])
@@ -127,10 +123,7 @@ class SharedWeights:
     _weight_update_active: bool
 
     def pipelinerl_stage(self, commit: int) -> dict[str, bool]:
-        """Begin the copy of the staged weights to the GPU for commit number `commit`; return if it is complete.
-
-        Sampling continues during the copy. An update session that is still open is ended: its commit was cancelled.
-        """
+        """Begin the copy for commit `commit`, and end an open session; return if it is complete. Sampling continues."""
         if self._weight_update_active:
             self.finish_weight_update()
         return {"staged": self.weight_transfer_engine.copy.advance(commit)}

@@ -30,9 +30,7 @@ from trainer_contract.types import Device
 
 
 def from_options(options: EngineOptions) -> Engine:
-    """Return the engine that a recipe describes; its `start` compiles the programs. Both head precisions give the same
-    results: logits are always fp32, as are norms, softmax and log-probs. Raises `ModelError`.
-    """
+    """Return the engine that a recipe describes; logits are fp32 with either head precision. Raises `ModelError`."""
     options.refuse("the JAX engine", "weights", "kernels", "options")
     if options.threads is not None:  # XLA reads NPROC at its first computation
         os.environ.setdefault("NPROC", str(options.threads))

@@ -44,9 +44,7 @@ class PromptAttention(StrEnum):
 
     @classmethod
     def on(cls, platform: str, *, devices: int, windows: bool = False) -> PromptAttention:
-        """Return `splash` for a single TPU, else `plain`: XLA cannot split the splash kernel among several devices, and
-        its mask cannot depend on the layer.
-        """
+        """Return `splash` for one TPU without windows, else `plain`: its kernel cannot be split, nor its mask vary."""
         return cls.SPLASH if platform == "tpu" and devices == 1 and not windows else cls.PLAIN
 
     def causal(self, query: Array, key: Array, value: Array, reach: Array | None = None) -> Array:

@@ -37,10 +37,7 @@ class PackedAttention(StrEnum):
 
     @classmethod
     def on(cls, platform: str, *, compute: Any, windows: bool = False) -> PackedAttention:
-        """Return the default implementation for a platform, a compute dtype, and a model with sliding `windows` or not.
-
-        The kernel's mask cannot depend on the layer.
-        """
+        """Return a platform's default; the kernel's mask cannot depend on the layer, as for sliding `windows`."""
         return cls.SPLASH if platform == "tpu" and compute == jnp.bfloat16 and not windows else cls.DENSE
 
     @property

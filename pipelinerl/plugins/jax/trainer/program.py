@@ -51,11 +51,7 @@ class TrainerProgram:
     logits_at_once: int = LOGITS_AT_ONCE
 
     def fetch(self, own: dict[str, Array]) -> dict[str, Array]:
-        """Cast the weights `own` to the compute dtype, then gather them over `fsdp`: so bf16 halves the traffic.
-
-        For a policy, weights are first rounded to the model's dtype, as engines round them. The gradient ignores this
-        rounding (straight-through).
-        """
+        """Round a policy's weights as engines do (straight-through), cast them, and gather them over `fsdp`."""
         table = {parameter.name: parameter for parameter in self.config.parameters}
         served, fetched = jnp.finfo(self.config.dtype), {}
         rounds = not self.config.scalar_head and served.bits < jnp.finfo(self.compute).bits

@@ -287,10 +287,7 @@ def write_parts(path: Path, arrays: Kinds) -> None:
 
 
 def write_manifest(path: Path, arrays: Kinds, *, config: DecoderConfig, model_version: int) -> None:
-    """Write `trainer.json` after every process has written its parts; a state without it counts as missing.
-
-    All processes must share a file system: raises StateError if the parts of other processes are not visible here.
-    """
+    """Write `trainer.json` after all parts, as the state's last file. Raises StateError if parts are not visible."""
     for kind, named in arrays.items():
         for name, array in named.items():
             if array.is_fully_addressable:

@@ -252,9 +252,7 @@ def can_be_looked_up(url: str) -> str:
 
 #: A server's base URL: no path, query or credentials, and a host name that a resolver accepts.
 BaseUrl = Annotated[
-    str,
-    StringConstraints(pattern=r"^https?://[^/?#@\s]+$", max_length=256),
-    AfterValidator(can_be_looked_up),
+    str, StringConstraints(pattern=r"^https?://[^/?#@\s]+$", max_length=256), AfterValidator(can_be_looked_up)
 ]
 
 

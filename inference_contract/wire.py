@@ -47,7 +47,4 @@ IN_MESSAGE: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 
 #: Fields of `stream_options` that are dropped at `null` and at these values.
-IN_STREAM: Final[Mapping[str, tuple[Any, ...]]] = {
-    "continuous_usage_stats": (False,),
-    "include_obfuscation": (False,),
-}
+IN_STREAM: Final[Mapping[str, tuple[Any, ...]]] = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}

@@ -125,13 +125,7 @@ class ContentGuard:
     """
 
     def __init__(
-        self,
-        backend: Tokenizer,
-        *,
-        template: str,
-        render: Render,
-        ends: Iterable[int],
-        unknown: int | None,
+        self, backend: Tokenizer, *, template: str, render: Render, ends: Iterable[int], unknown: int | None
     ) -> None:
         self._backend = backend
         self._render = render

@@ -39,11 +39,7 @@ _HIDDEN: Final = ("hidden_size", "n_embd", "d_model")
 _HEADS: Final = ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
 _DEPTHS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
-BYTES: Final[Mapping[WeightDType, int]] = {
-    WeightDType.FLOAT32: 4,
-    WeightDType.BFLOAT16: 2,
-    WeightDType.FLOAT16: 2,
-}
+BYTES: Final[Mapping[WeightDType, int]] = {WeightDType.FLOAT32: 4, WeightDType.BFLOAT16: 2, WeightDType.FLOAT16: 2}
 
 
 class CacheBytes(NamedTuple):

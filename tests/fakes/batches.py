@@ -20,14 +20,7 @@ from tests.fakes.rollouts import group, rollout
 from trainer_contract.types import TrainerSpec
 
 
-def batch_of(
-    groups,
-    objective="grpo",
-    *,
-    producing=1,
-    token_budget=1000,
-    **rules,
-):
+def batch_of(groups, objective="grpo", *, producing=1, token_budget=1000, **rules):
     """Build a batch; `objective` may be given as in a recipe, and `rules` are fields of `BatchRules`."""
     chosen = objective if isinstance(objective, PolicyObjective) else resolve(objective)
     return build(groups, BatchRules(token_budget=token_budget, **rules), objective=chosen, producing=producing)

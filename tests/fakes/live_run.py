@@ -129,14 +129,7 @@ class LiveRun:
 
 
 @contextmanager
-def launched(
-    arguments,
-    directory,
-    *,
-    through=(),
-    environment=MappingProxyType({}),
-    working_directory=None,
-):
+def launched(arguments, directory, *, through=(), environment=MappingProxyType({}), working_directory=None):
     """Run `pipelinerl run <arguments>`, which writes to `directory`; `through` is a command prefix."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     output = directory.parent / f"{directory.name}-{time.monotonic_ns()}.out"

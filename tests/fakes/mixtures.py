@@ -3,13 +3,7 @@
 from typing import Any, Final
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    MixtralConfig,
-    OlmoeConfig,
-    Qwen2MoeConfig,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from trainer_contract.types import RoutingShape

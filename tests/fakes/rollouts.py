@@ -7,17 +7,7 @@ import numpy as np
 from pipelinerl.types import ROOT, Outcome, Rollout, RolloutGroup, Turn, TurnNote, Verdict, VersionSpan
 
 
-def rollout(
-    *,
-    reward=1.0,
-    prompt=(1, 2),
-    sampled=(3, 4),
-    spans=None,
-    version=0,
-    epoch=1,
-    outcome=None,
-    logprob=-0.5,
-):
+def rollout(*, reward=1.0, prompt=(1, 2), sampled=(3, 4), spans=None, version=0, epoch=1, outcome=None, logprob=-0.5):
     """Return a single-turn rollout; by default all its tokens come from `version`."""
     judged = Outcome.CORRECT if reward > 0 else Outcome.WRONG
     turn = Turn(
@@ -46,15 +36,7 @@ def group(index, rewards=(0.0, 1.0), *, version=0, epoch=1):
     )
 
 
-def episode(
-    turns,
-    parents=(),
-    *,
-    reward=1.0,
-    rewards=(),
-    versions=(),
-    logprob=-0.5,
-):
+def episode(turns, parents=(), *, reward=1.0, rewards=(), versions=(), logprob=-0.5):
     """Return a rollout of several turns, each given as (context, sampled tokens); `versions` has one per turn."""
     made = []
     for number, (context, sampled) in enumerate(turns):

@@ -40,13 +40,7 @@ from inference_contract.schemas import (
     Usage,
 )
 from inference_contract.tools import FunctionCallDelta, ToolCall, ToolCallDelta
-from inference_contract.weights import (
-    DType,
-    OnUpdate,
-    ParameterSpec,
-    UpdatePhase,
-    WeightLayout,
-)
+from inference_contract.weights import DType, OnUpdate, ParameterSpec, UpdatePhase, WeightLayout
 from pipelinerl import rng
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver

@@ -319,8 +319,7 @@ class SglangServer:
     async def update(self, parameters: UpdateWeightsFromDistributedReqInput) -> Response:
         if self._has_sessions and not self.session_open:
             return _said(
-                False,
-                "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()",
+                False, "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
             )
         if parameters.group_name not in self.groups:
             return _said(

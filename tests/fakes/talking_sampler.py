@@ -55,15 +55,7 @@ class TalkingSampler:
         self.gate.set()
         self.between_pieces: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
 
-    async def complete(
-        self,
-        request,
-        *,
-        begun=lambda: None,
-        engine="",
-        near="",
-        on_text=None,
-    ):
+    async def complete(self, request, *, begun=lambda: None, engine="", near="", on_text=None):
         self.requests.append(request)
         version = len(self.requests)
         begun()

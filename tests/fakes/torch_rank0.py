@@ -173,10 +173,7 @@ def epochs(directory, *, model, options, batches=3):
     """Train on batches of six optimizer steps each; save the results of each optimizer step, and the final weights."""
     trainer, metrics = TorchTrainer(), []
     trainer.init_worker(replace(spec_of(model, options), optimizer=OptimizerSpec(eps=1e-3)))
-    step, mini_batching = (
-        step_on(ForwardPasses(policy=trainer)),
-        MiniBatching(epochs=2, mini_batches=3, seed=11),
-    )
+    step, mini_batching = (step_on(ForwardPasses(policy=trainer)), MiniBatching(epochs=2, mini_batches=3, seed=11))
     for number in range(1, batches + 1):
         batch = batch_of(
             groups(number), CLIPPED, producing=number, token_budget=48, mini_batching=mini_batching, width=trainer.width

@@ -9,18 +9,7 @@ import torch
 
 
 def varlen_attention(
-    query,
-    key,
-    value,
-    cu_seq_q,
-    cu_seq_k,
-    max_q,
-    max_k,
-    *,
-    scale,
-    window_size,
-    enable_gqa,
-    sinks=None,
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa, sinks=None
 ):
     """Compute causal attention within each segment; the last query of a segment attends to all keys of the segment."""
     for starts, most, of in ((cu_seq_q, max_q, query), (cu_seq_k, max_k, key)):

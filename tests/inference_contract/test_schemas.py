@@ -7,13 +7,7 @@ from hypothesis import given, strategies as st
 from pydantic import ValidationError
 
 from inference_contract.schemas import ChatCompletionRequest
-from inference_contract.weights import (
-    DType,
-    InitProcessGroupRequest,
-    ParameterSpec,
-    WeightLayout,
-    WeightUpdateRequest,
-)
+from inference_contract.weights import DType, InitProcessGroupRequest, ParameterSpec, WeightLayout, WeightUpdateRequest
 
 LAYOUT = WeightLayout(
     parameters=(
@@ -101,10 +95,7 @@ def _gathered_one_by_one(sizes, bucket_bytes):
     return [*ranges, (start, end)] if end > start else ranges
 
 
-@given(
-    sizes=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any),
-    bucket_bytes=st.integers(1, 120),
-)
+@given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any), bucket_bytes=st.integers(1, 120))
 def test_weight_buckets_cover_all_bytes_once_without_splitting_parameters(sizes, bucket_bytes):
     layout = layout_of(sizes)
     buckets = layout.buckets(bucket_bytes)

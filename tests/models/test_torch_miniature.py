@@ -52,13 +52,7 @@ def skeleton(config):
 
 @pytest.mark.parametrize(
     "config",
-    [
-        LlamaConfig(),
-        Gemma3TextConfig(),
-        MixtralConfig(),
-        Qwen2MoeConfig(),
-        GPT2Config(),
-    ],
+    [LlamaConfig(), Gemma3TextConfig(), MixtralConfig(), Qwen2MoeConfig(), GPT2Config()],
     ids=lambda config: config.model_type,
 )
 def test_shrunk_configuration_keeps_each_kind_of_layer_and_the_widths_of_attention(config):

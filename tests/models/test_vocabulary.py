@@ -42,16 +42,8 @@ def test_model_with_the_same_or_more_tokens_is_accepted(tmp_path):
 @pytest.mark.parametrize(
     ("name", "change", "sentence"),
     [
-        (
-            "config.json",
-            lambda table: table.update(vocab_size=3),
-            "has a vocabulary of 3 tokens, and the tokenizer",
-        ),
-        (
-            "tokenizer.json",
-            swap_tokens,
-            r"another tokenizer than .*: its token \d+ is '.', and the policy's is '.'",
-        ),
+        ("config.json", lambda table: table.update(vocab_size=3), "has a vocabulary of 3 tokens, and the tokenizer"),
+        ("tokenizer.json", swap_tokens, r"another tokenizer than .*: its token \d+ is '.', and the policy's is '.'"),
         ("tokenizer.json", lambda table: table["model"].pop("vocab"), "the vocabulary in .* cannot be read: 'vocab'"),
     ],
 )

@@ -45,12 +45,7 @@ from pipelinerl.engines.batching.decode_loop import DecodeLoop
 from pipelinerl.engines.batching.logit_changes import LogitChange
 from pipelinerl.engines.batching.model_runner import ModelRunner
 from pipelinerl.engines.batching.sample_loop import LoopBuilder, SampleLoop, ServedModel
-from pipelinerl.engines.batching.sequence import (
-    Delivery,
-    Request,
-    ResponseWriter,
-    TextWindow,
-)
+from pipelinerl.engines.batching.sequence import Delivery, Request, ResponseWriter, TextWindow
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.weights.group_member import IN_PROCESS, EndpointFactory
 from pipelinerl.engines.weights.weight_receiver import WeightReceiver
@@ -464,12 +459,7 @@ def check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) ->
 
 
 def add_samples(
-    work: Request,
-    chat: ChatCompletionRequest,
-    *,
-    seed: int,
-    new_text: Callable[[], TextWindow | None],
-    vocab_size: int,
+    work: Request, chat: ChatCompletionRequest, *, seed: int, new_text: Callable[[], TextWindow | None], vocab_size: int
 ) -> None:
     """Add a sequence per sample or prefix to `work`. Raises `InvalidRequest` for a complete or unknown prefix."""
     if chat.prefixes is None:

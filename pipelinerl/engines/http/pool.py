@@ -364,11 +364,7 @@ class EnginePool:
         self.update(urls)
 
     def update(
-        self,
-        urls: Iterable[str],
-        *,
-        finishing: Iterable[str] = (),
-        speeds: Mapping[str, float] = MappingProxyType({}),
+        self, urls: Iterable[str], *, finishing: Iterable[str] = (), speeds: Mapping[str, float] = MappingProxyType({})
     ) -> None:
         """Set the serving engines. Engines in `finishing` are no longer picked, but may finish their requests.
 

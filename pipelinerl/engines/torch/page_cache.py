@@ -310,10 +310,7 @@ class PageCache:
         return self.plan
 
     def plan_decode(
-        self,
-        positions: NDArray[np.int64],
-        alike: DuplicateRows | None = None,
-        rows: NDArray[np.int64] | None = None,
+        self, positions: NDArray[np.int64], alike: DuplicateRows | None = None, rows: NDArray[np.int64] | None = None
     ) -> DecodePlan:
         """Plan a forward of one token in each of rows 0..B-1 at `positions` [B]; duplicate rows are computed once.
 

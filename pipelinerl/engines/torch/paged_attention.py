@@ -273,13 +273,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _join(  # type: ignore[no-untyped-def]
-    parts,
-    weights,
-    out,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ROOM: tl.constexpr,
+    parts, weights, out, WIDTH: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, ROOM: tl.constexpr
 ):
     query, split, across = tl.program_id(0), tl.arange(0, ROOM), tl.arange(0, PADDED)
     logs = tl.load(weights + query * SPLITS + split, mask=split < SPLITS, other=float("-inf"))

@@ -181,10 +181,7 @@ class GroupMember:
     def _begun(self, request: InitProcessGroupRequest) -> _Membership:
         generation, begun = request.generation, self._joining.get(request.generation)
         if generation in self._spent or (begun is not None and not _same(begun.request, request)):
-            raise StaleGeneration(
-                f"generation {generation} was already used; choose a higher one",
-                param="generation",
-            )
+            raise StaleGeneration(f"generation {generation} was already used; choose a higher one", param="generation")
         if begun is not None:
             return begun
         if len(self._joining) >= _MOST_JOINING:

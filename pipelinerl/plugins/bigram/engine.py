@@ -37,10 +37,7 @@ def from_options(options: EngineOptions) -> Engine:
         return BigramRunner(model, rows=options.slots, context_length=options.context_length)
 
     return BatchingEngine(
-        options,
-        load=load,
-        tokenizer=ChatTokenizer.load(options.model_path),
-        endpoints=endpoints_of(options),
+        options, load=load, tokenizer=ChatTokenizer.load(options.model_path), endpoints=endpoints_of(options)
     )
 
 

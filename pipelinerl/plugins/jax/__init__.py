@@ -37,8 +37,7 @@ TRAINER: Final = TrainerComponent(
     measures_entropy=False,
 )
 MESH: Final = MeshComponent(
-    build="pipelinerl.plugins.jax.trainer.trainer:JaxTrainer",
-    rank="pipelinerl.plugins.jax.trainer.trainer:as_rank",
+    build="pipelinerl.plugins.jax.trainer.trainer:JaxTrainer", rank="pipelinerl.plugins.jax.trainer.trainer:as_rank"
 )
 
 

@@ -9,13 +9,7 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
-from inference_contract.errors import (
-    ContractError,
-    EngineStopped,
-    InvalidRequest,
-    NotFinite,
-    UpdateInProgress,
-)
+from inference_contract.errors import ContractError, EngineStopped, InvalidRequest, NotFinite, UpdateInProgress
 from inference_contract.schemas import ChatCompletionRequest, ChatMessage, EngineState, FinishReason
 from inference_contract.weights import OnUpdate
 from pipelinerl.engines.batching.batching_engine import BatchingEngine

@@ -90,12 +90,7 @@ async def test_concurrent_requests_to_one_engine_use_separate_connections():
 
 @pytest.mark.parametrize(
     "answer",
-    [
-        None,
-        CUT_SHORT,
-        b"SSH-2.0-OpenSSH_9.2\r\n",
-        b"HTTP/1.1 200 OK\r\nx-endless: " + b"x" * 2**20,
-    ],
+    [None, CUT_SHORT, b"SSH-2.0-OpenSSH_9.2\r\n", b"HTTP/1.1 200 OK\r\nx-endless: " + b"x" * 2**20],
     ids=["no response", "body cut short", "not HTTP", "endless headers"],
 )
 async def test_incomplete_response_raises_and_its_connection_is_not_reused(answer):

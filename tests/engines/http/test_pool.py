@@ -8,14 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from inference_contract.errors import ContractError, Dirty, EngineStopped, InvalidRequest, NotFinite, Overloaded
-from inference_contract.schemas import (
-    ChatCompletion,
-    ChatCompletionRequest,
-    ChatMessage,
-    EngineState,
-    Health,
-    Usage,
-)
+from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, ChatMessage, EngineState, Health, Usage
 from pipelinerl.engines.http.client import EngineClient
 from pipelinerl.engines.http.pool import NEAR_TOKENS, EnginePool, LeastBusy, cost
 from pipelinerl.engines.http.prompts import PromptCheck

@@ -67,12 +67,7 @@ def test_queries_whose_scores_exceed_the_bound_attend_in_blocks_with_equal_resul
 
 @pytest.mark.parametrize(
     ("dtype", "width", "fits"),
-    [
-        (torch.bfloat16, 128, True),
-        (torch.bfloat16, 512, False),
-        (torch.float16, 20, False),
-        (torch.float32, 64, False),
-    ],
+    [(torch.bfloat16, 128, True), (torch.bfloat16, 512, False), (torch.float16, 20, False), (torch.float32, 64, False)],
 )
 def test_flash_attention_is_used_for_half_precision_and_heads_of_supported_width(dtype, width, fits):
     assert torch_attention.fits_flash(torch.empty(1, 2, 3, width, dtype=dtype)) is fits

@@ -22,8 +22,7 @@ MODEL: Path = ModelSection(path="shipped:tiny_speller").resolved
 
 
 @pytest.mark.parametrize(
-    ("dtype", "weights"),
-    [(WeightDType.FLOAT32, WeightFormat.INT8), (WeightDType.BFLOAT16, WeightFormat.NATIVE)],
+    ("dtype", "weights"), [(WeightDType.FLOAT32, WeightFormat.INT8), (WeightDType.BFLOAT16, WeightFormat.NATIVE)]
 )
 def test_replica_with_an_engines_weights_computes_the_log_probs_that_it_reports(dtype, weights):
     options = engine_options(model_path=MODEL, dtype=dtype, wire_dtype=dtype, weights=weights, device=Device.CPU)

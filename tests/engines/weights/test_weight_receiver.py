@@ -379,11 +379,7 @@ PULL = {
 
 @pytest.mark.parametrize(
     ("failure", "raised"),
-    [
-        (DeadlineError, DeadlineExceeded),
-        (UpdateError, PeerLost),
-        (DigestMismatch, DigestMismatch),
-    ],
+    [(DeadlineError, DeadlineExceeded), (UpdateError, PeerLost), (DigestMismatch, DigestMismatch)],
 )
 async def test_failed_pull_keeps_the_old_weights_and_the_next_pull_succeeds(setting, failure, raised):
     setting.pulls(failure("store did not answer"))
@@ -440,11 +436,7 @@ async def test_commit_request_of_an_update_fails_if_a_prepare_request_replaces_t
     gate = threading.Event()
     setting.pulls(gate=gate)
     await setting.prepare(**PULL)
-    both = asyncio.gather(
-        setting.commit(),
-        setting.prepare(2, **PULL),
-        return_exceptions=True,
-    )
+    both = asyncio.gather(setting.commit(), setting.prepare(2, **PULL), return_exceptions=True)
     await asyncio.sleep(0)  # COMMIT now waits for the bytes, and PREPARE for the end of the receive
     gate.set()
     committed, prepared = await both

@@ -127,10 +127,7 @@ class World:
             return self.core, model
 
         self.loop = CoreLoop(
-            start_core=start,
-            capacity=Capacity(OPTIONS.slots, OPTIONS.max_waiting),
-            deliver=deliver,
-            serving=(1, 57),
+            start_core=start, capacity=Capacity(OPTIONS.slots, OPTIONS.max_waiting), deliver=deliver, serving=(1, 57)
         )
         return self.loop
 

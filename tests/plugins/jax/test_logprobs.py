@@ -54,14 +54,7 @@ def test_tokens_without_needed_logprobs_change_neither_results_nor_gradients_of_
 
     def loss(hidden, head, at_once):
         got = token_predictions(
-            hidden,
-            head,
-            tokens,
-            temperatures,
-            needed,
-            measures=MEASURES,
-            logits_at_once=at_once,
-            row_shards=row_shards,
+            hidden, head, tokens, temperatures, needed, measures=MEASURES, logits_at_once=at_once, row_shards=row_shards
         )
         return jnp.where(needed, jnp.sin(got), 0.0).sum()
 

@@ -156,9 +156,7 @@ def loop_of(options: EngineOptions, endpoints: WorkerEndpointFactory) -> LoopBui
         )
 
     return lambda deliver: CoreLoop(
-        start_core=start_core,
-        capacity=Capacity(options.slots, options.max_waiting),
-        deliver=deliver,
+        start_core=start_core, capacity=Capacity(options.slots, options.max_waiting), deliver=deliver
     )
 
 

@@ -233,9 +233,7 @@ class TestOptions:
         from pipelinerl.plugins.external_engines.vllm import core as vllm_core
 
         settings = engine_options(
-            model_path=MODELS / "tiny_speller_heads32",
-            memory_share=0.4,
-            options={"block_size": 64, "max_logprobs": 7},
+            model_path=MODELS / "tiny_speller_heads32", memory_share=0.4, options={"block_size": 64, "max_logprobs": 7}
         )
         arguments = vllm_core._arguments(settings)
         assert (arguments.block_size, arguments.max_logprobs) == (64, 7)

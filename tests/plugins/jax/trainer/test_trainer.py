@@ -346,19 +346,13 @@ def test_altered_byte_in_a_trainer_state_is_detected(model_path, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        (
-            {"options": {"mush": 1}},
-            "options.mush is unknown to the JAX trainer; it knows mesh, remat, attention",
-        ),
+        ({"options": {"mush": 1}}, "options.mush is unknown to the JAX trainer; it knows mesh, remat, attention"),
         ({"options": {"mesh": {"rows": 2}}}, "options.mesh.rows is unknown"),
         ({"options": {"mesh": {"fsdp": 0}}}, "options.mesh.fsdp must be a whole number of at least 1, got 0"),
         ({"options": {"mesh": 2}}, "options.mesh must be a table, got 2"),
         ({"options": {"remat": "some"}}, "options.remat must be one of none, matmuls, inference_matched, got 'some'"),
         ({"options": {"attention": "sparse"}}, "options.attention must be one of dense, splash, got 'sparse'"),
-        (
-            {"options": {"attention": "splash"}},
-            '"splash" is a kernel for TPUs, got cpu',
-        ),
+        ({"options": {"attention": "splash"}}, '"splash" is a kernel for TPUs, got cpu'),
         ({"options": {"mesh": {"tensor": 4}}}, "tensor=4 does not divide the model's 2 key-value heads"),
         ({"options": {"mesh": {"fsdp": 5}}}, r"fsdp=5 does not divide the 32 of 'model.embed_tokens.weight'"),
         ({"options": {"mesh": {"data": 3}}}, "makes 3 devices, which must divide the"),

@@ -1,6 +1,7 @@
 """A real checkpoint in which one token has a NaN embedding, and how engines must treat prompts with it."""
 
 import asyncio
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -9,36 +10,32 @@ from transformers import AutoModelForCausalLM
 from inference_contract.errors import NotFinite
 from inference_contract.schemas import ChatCompletion, ChatCompletionRequest, EngineState
 from inference_contract.weights import OnUpdate
+from pipelinerl.engines.batching.batching_engine import BatchingEngine
+from tests.fakes.torch_rows import bytes_of
 from tests.patience import PATIENCE_S
 
 #: Id of the token whose embedding is NaN.
 SPOILED: Final = 8
 
 
-def untied(source, target):
-    """Write the model in `source` to `target`, with an output layer that does not share the embedding."""
-    model = AutoModelForCausalLM.from_pretrained(source)
+async def refuses_alone(options, folder, load, tokenizer):
+    """Assert that an engine rejects prompts with `SPOILED`, and serves others, also later in the same slot.
+
+    Exactly the positions that attend to that token become NaN. The weights with the NaN embedding, in a model without
+    tied embeddings, arrive as an update, because the engine would not load a model directory with NaN.
+    """
+    model = AutoModelForCausalLM.from_pretrained(options.model_path)
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-    model.save_pretrained(target)
-
-
-async def spoil(engine, path, as_bytes):
-    """Update an engine of the `untied` model to weights with a NaN embedding for `SPOILED`.
-
-    With these weights, exactly the positions that attend to that token become NaN. They are sent as an update, because
-    the engine would not load a model directory with NaN.
-    """
-    model = AutoModelForCausalLM.from_pretrained(path)
+    model.save_pretrained(folder)
+    options = replace(options, model_path=folder)
+    engine = BatchingEngine(options, load=lambda: load(options), tokenizer=tokenizer)
+    await engine.start()
     with torch.no_grad():
         model.get_input_embeddings().weight[SPOILED] = torch.nan
-    engine.staging()[:] = as_bytes(model)
+    engine.staging()[:] = bytes_of(model)
     await asyncio.to_thread(engine.finish_staging)
     await engine.commit(version=1, epoch=0, on_update=OnUpdate.CONTINUE)
-
-
-async def refuses_alone(engine):
-    """Assert that prompts with `SPOILED` are rejected, and other prompts unaffected, also later in the same slot."""
 
     def ask(*prompt):
         return ChatCompletionRequest(prompt_token_ids=[*prompt], max_tokens=8, seed=1, return_token_ids=True)
@@ -55,3 +52,4 @@ async def refuses_alone(engine):
                 assert not isinstance(after, BaseException), after
                 assert [choice.token_ids for choice in after] == [choice.token_ids for choice in before]
     assert engine.health().state is EngineState.READY
+    await engine.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from pipelinerl.enums import WeightFormat
 from pipelinerl.errors import ModelError
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from tests.fakes.engine_options import engine_options
-from tests.fakes.spoiled_token import refuses_alone, spoil, untied
+from tests.fakes.spoiled_token import refuses_alone
 from tests.fakes.torch_rows import bytes_of
 from trainer_contract.types import Device, Kernels, WeightDType
 
@@ -43,16 +44,10 @@ def options(model_path):
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("slots", [1, 2])
 async def test_prompt_with_nonfinite_logits_is_rejected_without_affecting_the_next_request(
-    options, model_path, endless, tmp_path, slots, early
+    options, endless, tmp_path, slots, early
 ):
     """The NaN must not stay in the KV cache of the row that the next request uses, with one row or with several."""
-    untied(model_path, tmp_path)
-    own_head = replace(options, model_path=tmp_path, slots=slots)
-    engine = BatchingEngine(own_head, load=lambda: load_runner(own_head, starts_early=early), tokenizer=endless)
-    await engine.start()
-    await spoil(engine, tmp_path, bytes_of)
-    await refuses_alone(engine)
-    await engine.close()
+    await refuses_alone(replace(options, slots=slots), tmp_path, partial(load_runner, starts_early=early), endless)
 
 
 @pytest.mark.parametrize("early", [False, True])

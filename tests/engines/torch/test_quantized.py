@@ -92,10 +92,6 @@ def _rounding_model(path, weights):
     return model
 
 
-def _sent(path):
-    return bytes_of(hf.AutoModelForCausalLM.from_pretrained(path))
-
-
 def test_quantized_values_and_step_sizes_match_precomputed_values():
     values, steps = quantize(torch.tensor([[1.0, -4.0, 2.0], [0.0, 0.0, 0.0], [0.5, 127.0, -63.4]]), 127)
     # Values halfway between two integers round to the even one.
@@ -162,7 +158,7 @@ def test_quantized_model_after_an_update_equals_loading_the_new_model(path, othe
     before, after = _sampled(_runner(path, weights)), _sampled(_runner(other, weights))
     assert not np.array_equal(before[1], after[1])
     for target, now, then in ((other, before, after), (path, after, before)):
-        runner.staging()[:] = _sent(target)
+        runner.staging()[:] = bytes_of(hf.AutoModelForCausalLM.from_pretrained(target))
         runner.finish_staging()
         assert np.array_equal(_sampled(runner)[1], now[1])
         runner.swap()

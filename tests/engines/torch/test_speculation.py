@@ -21,6 +21,7 @@ from pipelinerl.errors import ModelError, RecipeError
 from tests.fakes.eager_graphs import use_eager_graphs
 from tests.fakes.engine_options import engine_options
 from tests.fakes.gated_runner import GatedRunner
+from tests.fakes.torch_rows import bytes_of
 from tests.families import zoo
 from trainer_contract.types import Device, Kernels
 
@@ -70,16 +71,11 @@ async def _answers(path, endless, drafted, *, requests=REQUESTS, on_update=None,
     if on_update is not None:
         while engine.metrics().generated_tokens_total < 60:
             await asyncio.sleep(0.001)
-        engine.staging()[:] = _bytes(path)
+        engine.staging()[:] = bytes_of(AutoModelForCausalLM.from_pretrained(path))
         await engine.commit(version=1, epoch=1, on_update=on_update)
     done, metrics = await asyncio.gather(*tasks), engine.metrics()
     await engine.close()
     return [choice for answer in done for choice in answer.choices], metrics
-
-
-def _bytes(path):
-    model = AutoModelForCausalLM.from_pretrained(path)
-    return torch.cat([each.detach().reshape(-1).view(torch.uint8) for each in model.parameters()])
 
 
 def _same(one, other):
@@ -135,7 +131,7 @@ async def test_new_weights_sample_every_token_after_their_version_and_none_befor
     old, new = (AutoModelForCausalLM.from_pretrained(path) for _ in range(2))
     with torch.no_grad():
         new.lm_head.weight.copy_(new.lm_head.weight.roll(1, dims=0))
-    engine.staging()[:] = torch.cat([each.detach().reshape(-1).view(torch.uint8) for each in new.parameters()])
+    engine.staging()[:] = bytes_of(new)
     commit = asyncio.create_task(engine.commit(version=3, epoch=1, on_update=OnUpdate.RECOMPUTE_KV))
     await asyncio.sleep(0)
     gate.open()

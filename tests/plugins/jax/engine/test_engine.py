@@ -15,7 +15,6 @@ from jax.sharding import SingleDeviceSharding
 from transformers import AutoModelForCausalLM
 
 from pipelinerl import rng
-from pipelinerl.engines.batching.batching_engine import BatchingEngine
 from pipelinerl.engines.batching.model_runner import Prefill, RowState, top_tokens
 from pipelinerl.engines.torch import engine as torch_engine
 from pipelinerl.enums import WeightFormat
@@ -29,7 +28,8 @@ from pipelinerl.plugins.jax.engine.runner import JaxWeights, sample
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, char_tokenizer, random_decoder
 from tests.fakes.engine_options import engine_options
 from tests.fakes.jax_models import interpret
-from tests.fakes.spoiled_token import refuses_alone, spoil, untied
+from tests.fakes.spoiled_token import refuses_alone
+from tests.fakes.torch_rows import bytes_of
 from tests.families import zoo
 from trainer_contract.types import Device
 
@@ -166,7 +166,7 @@ def test_jax_engine_compiles_nothing_after_the_start(runner, model_path):
             runner.decode(rows)
         runner.copy_cache(0, range(rows)[1:], len(prompts[0]) - 1)
         runner.move([rows - 1], [0 if rows > 1 else 1])
-    runner.staging()[:] = _bytes(AutoModelForCausalLM.from_pretrained(model_path))
+    runner.staging()[:] = bytes_of(AutoModelForCausalLM.from_pretrained(model_path))
     runner.finish_staging()
     runner.swap()
     runner.decode(1)
@@ -270,10 +270,6 @@ def test_row_with_nonfinite_logits_gets_a_nan_logprob_and_other_rows_are_sampled
 # --- weights -------------------------------------------------------------------------------------------------------
 
 
-def _bytes(model):
-    return torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()]).numpy()
-
-
 def test_staged_bfloat16_weights_are_served_bit_for_bit(model_path):
     config, here = read_config(model_path), SingleDeviceSharding(jax.devices("cpu")[0])
     loaded = load_weights(model_path, config, place=lambda _: here, dtype=jax.numpy.bfloat16)
@@ -282,7 +278,7 @@ def test_staged_bfloat16_weights_are_served_bit_for_bit(model_path):
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.5)
-    weights.staging()[:] = _bytes(other)
+    weights.staging()[:] = bytes_of(other)
     weights.finish_staging()
     weights.staging()[:] = 0  # the bytes of the next update arrive; the finished weights must not share this memory
     weights.swap()
@@ -295,16 +291,10 @@ def test_staged_bfloat16_weights_are_served_bit_for_bit(model_path):
 
 @pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_prompt_with_nonfinite_logits_is_rejected_without_affecting_the_next_request(
-    options, model_path, endless, tmp_path, slots
+    options, endless, tmp_path, slots
 ):
     """The NaN must not stay in the KV cache of the row that the next request uses, with one row or with several."""
-    untied(model_path, tmp_path)
-    own_head = replace(options, model_path=tmp_path, slots=slots)
-    engine = BatchingEngine(own_head, load=lambda: jax_engine.load_runner(own_head), tokenizer=endless)
-    await engine.start()
-    await spoil(engine, tmp_path, _bytes)
-    await refuses_alone(engine)
-    await engine.close()
+    await refuses_alone(replace(options, slots=slots), tmp_path, jax_engine.load_runner, endless)
 
 
 # --- platforms and refusals ----------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from tests.fakes.gated_runner import GatedRunner
 
 @pytest.fixture(scope="session")
 def tokenizer_directory(tmp_path_factory):
-    """A directory that contains only a character tokenizer."""
     path = tmp_path_factory.mktemp("tokenizer")
     char_tokenizer().save_pretrained(path)
     return path

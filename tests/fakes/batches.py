@@ -27,12 +27,10 @@ def batch_of(groups, objective="grpo", *, producing=1, token_budget=1000, **rule
 
 
 def step_on(passes, **fields):
-    """Return a step on these workers, for batches that are built separately."""
     return Step(rules=BatchRules(token_budget=1000), passes=passes, **fields)
 
 
 def bigram(path: Path, *, vocab: int = 7, seed: int = 4, **fields: Any) -> BigramTrainer:
-    """Start a bigram trainer with a random model in `path`; `fields` are those of its spec."""
     if not (path / "config.json").exists():
         BigramModel.random(vocab, seed=seed).save(path)
     trainer = BigramTrainer()

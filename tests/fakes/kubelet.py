@@ -75,7 +75,6 @@ class Pod:
             time.sleep(0.02)
 
     def kill(self):
-        """Kill the pod with all its processes, as if its node lost power."""
         os.kill(self.node(), signal.SIGKILL)
 
     def follow(self):
@@ -101,7 +100,6 @@ class Pod:
         return "Count"
 
     def is_ready(self):
-        """Return whether the pod's readiness probe succeeds."""
         probe = self.spec["containers"][0]["readinessProbe"]["httpGet"]
         opener = build_opener(ProxyHandler({}))
         try:

@@ -10,7 +10,6 @@ from tests.patience import PATIENCE_S
 
 
 def engines(run, *arguments):
-    """Return the output of `pipelinerl engines <command> RUN …`, which must succeed."""
     command, *rest = arguments
     return output_of("engines", command, str(run.directory), *rest)
 
@@ -68,7 +67,6 @@ def kill_again_and_again(run, names, *, times):
 
 
 def longest_stall_s(run):
-    """Return the longest time in seconds between two consecutive steps."""
     return max(float(b["elapsed_s"] - a["elapsed_s"]) for a, b in pairwise(run.events("step")))
 
 

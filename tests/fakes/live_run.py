@@ -58,7 +58,6 @@ class LiveRun:
         return [event for event in self._events if kind is None or event["kind"] == kind]
 
     def steps(self):
-        """Return the numbers of the steps taken so far, in the order of the log."""
         return [event["step"] for event in self.events("step")]
 
     def note_processes(self):
@@ -69,7 +68,6 @@ class LiveRun:
         return self.seen
 
     def alive(self):
-        """Return the recorded processes that are alive."""
         return [p for p in self.seen.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
     def _note_now_and_then(self):
@@ -107,11 +105,9 @@ class LiveRun:
             time.sleep(0.05)
 
     def until_step(self, step, timeout_s=PATIENCE_S):
-        """Wait until the log has the step number `step` or a later step."""
         self.until(lambda run: max(run.steps(), default=0) >= step, f"step {step}", timeout_s)
 
     def end(self, timeout_s=PATIENCE_S):
-        """Wait for the launcher; return its exit status."""
         deadline = time.monotonic() + timeout_s
         while self.launcher.poll() is None:
             self._note_now_and_then()
@@ -175,7 +171,6 @@ def resumed(directory):
 
 
 def output_of(*arguments):
-    """Run a `pipelinerl` command in this process, which is faster than starting a process; return its output."""
     done = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout

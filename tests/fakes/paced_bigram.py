@@ -55,8 +55,6 @@ class _PacedRunner:
 
 @final
 class PacedTrainer:
-    """A `Trainer` that waits before each backward pass."""
-
     def __init__(self):
         self._trainer, self._model = BigramTrainer(), Path()
 

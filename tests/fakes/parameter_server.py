@@ -76,7 +76,6 @@ def digest(version: int, layout: WeightLayout = LAYOUT) -> str:
 
 
 def publication(version: int, engines: tuple[str, ...] = (), **fields: Any) -> Publication:
-    """Return the publication of a version to `engines`, by default to no engine."""
     layout = fields.get("layout", LAYOUT)
     defaults = {"epoch": 1, "membership": 1, "layout": layout, "weights": weights(version, layout), "timeout_s": 24.0}
     return Publication(version=version, engines=engines, **(defaults | fields))
@@ -108,7 +107,6 @@ def sharded(
 
 
 def pulled(pull: PullOrder, layout: WeightLayout = LAYOUT, *, by_memory: bool = True) -> NDArray[np.uint8]:
-    """Pull the whole version that `pull` orders, and return its bytes."""
     into = np.zeros(layout.num_bytes, np.uint8)
     assert WeightPuller(token=TOKEN, shared_memory=by_memory).fetch(pull, into=into) == pull.digest
     return into
@@ -119,7 +117,6 @@ def soon() -> float:
 
 
 def state(url: str) -> dict[str, Any]:
-    """Return the state of a server, once it answers."""
     deadline = soon()
     while True:
         try:
@@ -131,7 +128,6 @@ def state(url: str) -> dict[str, Any]:
 
 
 def held(url: str) -> list[tuple[int, int]]:
-    """Return the keys of the complete versions on a server."""
     return [(version["epoch"], version["version"]) for version in state(url)["versions"] if version["digest"]]
 
 

@@ -36,8 +36,6 @@ def response(body, *, status=200, **headers):
 
 
 def sending(content):
-    """Return a handler that answers every request with these bytes."""
-
     async def send(head, writer):
         writer.write(content)
 

@@ -44,7 +44,6 @@ class RayCluster:
         self._do("lose")
 
     def replace(self):
-        """Add a new node with the resources of the lost node."""
         self._do("replace")
 
     def _do(self, word):

@@ -26,7 +26,6 @@ def rollout(*, reward=1.0, prompt=(1, 2), sampled=(3, 4), spans=None, version=0,
 
 
 def group(index, rewards=(0.0, 1.0), *, version=0, epoch=1):
-    """Return a group whose rollouts earned `rewards`."""
     return RolloutGroup(
         group_id=f"prompt-{index:06d}",
         index=index,

@@ -8,7 +8,6 @@ from trainer_contract.types import RoutingShape
 
 
 def routed(turn, *, layers=2, top_k=2, experts=4, seed=0):
-    """Return a copy of `turn` with random routed experts for all its tokens."""
     draw, dtype = generator(seed, "routing"), RoutingShape(layers, experts, top_k).dtype
     return replace(
         turn,
@@ -18,7 +17,6 @@ def routed(turn, *, layers=2, top_k=2, experts=4, seed=0):
 
 
 def routed_group(index, rewards=(0.0, 1.0), *, layers=2, top_k=2, experts=4):
-    """Return a group in which every rollout has different random routed experts."""
     bare = group(index, rewards)
     return replace(
         bare,

@@ -373,7 +373,6 @@ def _said(success: bool, message: str) -> Response:
 
 
 def create_app(server: SglangServer) -> Any:
-    """Return the server's HTTP application, with its scheduler behind it."""
     app = _routed(server)
 
     async def unless_silent(scope: Any, receive: Any, send: Any) -> None:

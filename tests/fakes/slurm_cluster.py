@@ -57,7 +57,6 @@ class SlurmCluster:
     environment: dict[str, str]
 
     def run(self, *words):
-        """Run a command, such as `squeue`; return its output."""
         done = subprocess.run(
             words, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
@@ -65,7 +64,6 @@ class SlurmCluster:
         return done.stdout
 
     def state(self, job):
-        """Return a job's state, such as RUNNING or COMPLETED."""
         shown = self.run("scontrol", "--oneliner", "show", "job", job)
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)["JobState"]
 

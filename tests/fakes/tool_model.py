@@ -42,7 +42,6 @@ def tool_tokenizer(*, template=TOOL_TEMPLATE):
 
 
 def save_tool_model(path, *, context_length):
-    """Write a tiny random Qwen3 with the tokenizer of this module to `path`."""
     tokenizer = tool_tokenizer()
     shape = DecoderShape(
         hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=len(tokenizer), max_positions=context_length

@@ -59,7 +59,6 @@ def prefilled(runner, prefills):
 
 
 def bytes_of(model):
-    """Return the bytes of a model's parameters, as an update sends them."""
     return torch.cat([each.detach().contiguous().view(-1).view(torch.uint8) for each in model.parameters()])
 
 

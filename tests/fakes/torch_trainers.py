@@ -25,7 +25,6 @@ def started(path: Path, **fields: Any) -> TorchTrainer:
 
 
 def gradients(trainer: TorchTrainer) -> dict[str, Tensor]:
-    """Return the gradient of each parameter that has one."""
     named = trainer._worker.loaded.weights.items()
     return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
 

@@ -26,8 +26,6 @@ LOCKSTEP = (
 
 
 class Kind(StrEnum):
-    """The kind of lockstep run, named for the model that it trains."""
-
     TINY = "tiny"
     BIGRAM = "bigram"
 
@@ -39,7 +37,6 @@ class Kind(StrEnum):
 
 @cache
 def undisturbed(kind=Kind.TINY):
-    """Return the finished run; none of its processes is alive."""
     session = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if session is None:
         return _made(kind, Path(mkdtemp(prefix="undisturbed-")))

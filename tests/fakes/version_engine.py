@@ -91,7 +91,6 @@ class _NoText:
 
 
 def application(*, token=None):
-    """Return the ASGI application of a new engine."""
     options = engine_options(model_id="versions")
     return create_app(BatchingEngine(options, load=VersionRunner, tokenizer=_NoText()), token=token)
 
@@ -123,7 +122,6 @@ class Nursery:
             pipe.close()
 
     def born(self):
-        """Start an engine; return its base URL once it listens."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write("\n")
         pid, port = self._process.stdout.readline().split()

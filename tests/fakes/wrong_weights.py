@@ -227,8 +227,6 @@ def _asked(**fields):
 
 
 def _reported(change):
-    """Return a fault that reports changed log-probs."""
-
     def inject(patch):
         complete = BatchingEngine.complete
 

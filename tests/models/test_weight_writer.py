@@ -26,7 +26,6 @@ ALL: Final = [*KINDS, *(pytest.param(name, marks=pytest.mark.slow) for name in s
 
 @pytest.fixture(scope="session")
 def family(tmp_path_factory):
-    """Map a family's name to the directory of its tiny model."""
     root = tmp_path_factory.mktemp("families")
 
     def made(name):
@@ -58,7 +57,6 @@ def resaved(model, target, tensors):
 
 
 def alike(ours, theirs):
-    """Return whether two files have the same names, shapes, dtypes and values."""
     return ours.keys() == theirs.keys() and all(
         ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in theirs
     )

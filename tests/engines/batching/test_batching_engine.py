@@ -190,7 +190,6 @@ async def test_call_between_steps_runs_once_on_the_thread_that_computes(engine, 
 
 
 async def _commit(engine, on_update, version=1):
-    """Stage other weights, and begin their commit."""
     logits = BigramModel.random(engine.layout.parameters[0].shape[0], seed=version).logits
     engine.staging()[:] = logits.reshape(-1).view(np.uint8)
     task = asyncio.create_task(engine.commit(version=version, epoch=0, on_update=on_update))

@@ -17,7 +17,6 @@ def _request(name, samples=1, prompt=3, priority=0):
 
 
 def _scheduler(*requests, slots=4, max_waiting=100, prefill_tokens=1000):
-    """Return a scheduler to which these requests were submitted."""
     made = Scheduler(Capacity(slots, max_waiting), prefill_tokens)
     for request in requests:
         made.submit(request)

@@ -42,7 +42,6 @@ class Peer:
         self.connections = 0
 
     async def serve(self, reader, writer):
-        """Serve one connection until it closes."""
         self.connections += 1
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):

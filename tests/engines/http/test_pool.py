@@ -106,7 +106,6 @@ def ask(**fields):
 
 
 def outstanding(load):
-    """Return the outstanding tokens of each engine that may be picked."""
     return {url: load._tokens[url] for url in load._rank}
 
 

@@ -137,13 +137,11 @@ class Setting:
         assert await self.commit(version) is UpdateStatus.COMMITTED
 
     def pulls(self, failure=None, **how):
-        """Let the receiver pull; return the source."""
         source = _Pull(failure, **how)
         self.receiver = WeightReceiver(self.target, pull=source)
         return source
 
     async def has_come(self, num_bytes):
-        """Wait until the receiving thread has received `num_bytes`."""
         update = self.receiver._update
         assert update is not None
         async with asyncio.timeout(PATIENCE_S):

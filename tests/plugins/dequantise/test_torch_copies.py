@@ -40,7 +40,6 @@ def quantised(path, name, method, quantise):
 
 
 def linear(quantise):
-    """Quantise the matrices of linear layers inside the layers only."""
     return lambda key, values: quantise(key, values) if key.endswith("_proj.weight") else None
 
 

@@ -126,7 +126,6 @@ class Stock:
 
 
 def _written(folder):
-    """Save a random decoder with an untied output layer."""
     tokenizer = char_tokenizer()
     shape = DecoderShape(hidden=64, layers=1, heads=2, intermediate=32, vocab=len(tokenizer), max_positions=CONTEXT)
     model = random_decoder(shape)

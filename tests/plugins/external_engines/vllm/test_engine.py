@@ -322,8 +322,6 @@ class TestReal:
 
 
 class TestDeath:
-    """Tests that kill their own engine."""
-
     pytestmark = real
 
     @pytest.mark.slow

@@ -75,7 +75,6 @@ def runner(options):
 
 @pytest.fixture(scope="module")
 def twin(options):
-    """A runner of the torch engine with the same weights."""
     return torch_engine.load_runner(replace(options, threads=1))
 
 

@@ -14,7 +14,6 @@ from tests.plugins.jax.trainer.test_segments import positions_of
 
 
 def random_rows(lengths, *, heads, width, multiple=1, least_columns=64):
-    """Return queries, keys and values of packed rows, and their segments."""
     draw = generator(0, "attention")
     rows = Rows.of(positions_of(lengths), multiple=multiple, least_columns=least_columns)
     arrays = [jnp.asarray(draw.normal(size=(*rows.shape, count, width)), jnp.float32) for count in heads]

@@ -27,7 +27,6 @@ def started(path, mesh, **fields):
 
 
 def stepped(trainer, batch):
-    """Return the loss, the gradient and the gradient norm of one step."""
     loss = trainer.backward([batch], OBJECTIVE)[0].loss
     gradient = exported(trainer._worker.config, trainer._worker.gradient, dtype=np.float32)
     return loss, gradient, trainer.optimizer_step(learning_rate=1e-2).grad_norm

@@ -47,6 +47,13 @@ async def verdicts(judge, *texts):
     return [each.verdict for each in await judge.judge(CAPITAL, [SampledAnswer(text) for text in texts])]
 
 
+async def judged(fake, *texts, **settings):
+    """Serve the fake judge, and let it judge the texts as one group; return the verdicts."""
+    with in_thread(fake.app) as url:
+        async with judging(url, **{"model": "small"} | settings) as judge:
+            return await verdicts(judge, *texts)
+
+
 def saying(*scores):
     """Return a fake judge model that replies with these scores in order, whatever the prompt."""
     left = list(scores)
@@ -56,9 +63,7 @@ def saying(*scores):
 async def test_judge_scores_answers_and_uses_the_api_key_from_the_environment(monkeypatch):
     monkeypatch.setenv("A_KEY", "secret-7")
     fake = OpenAIFake(scripted_judge())
-    with in_thread(fake.app) as url:
-        async with judging(url, key_variable="A_KEY") as judge:
-            right, wrong = await verdicts(judge, "Paris.", "Rome.")
+    right, wrong = await judged(fake, "Paris.", "Rome.", key_variable="A_KEY", model=None)
     assert (right.outcome, right.reward, wrong.outcome) == (Outcome.CORRECT, 8 / 9, Outcome.PARTIAL)
     assert wrong.reward == 1 / 9 and wrong.reason == "score 2: so it seems"
     assert right.parts == (("judge", 8 / 9),)
@@ -79,15 +84,12 @@ async def test_judge_is_called_once_for_equal_answers_and_its_verdicts_are_cache
 
 async def test_several_scores_of_a_judge_are_averaged_and_their_agreement_is_reported():
     fake = OpenAIFake(saying(10, 7, 4))
-    with in_thread(fake.app) as url:
-        async with judging(url, model="small", votes=3, temperature=0.7) as judge:
-            (verdict,) = await verdicts(judge, "x")
+    (verdict,) = await judged(fake, "x", votes=3, temperature=0.7)
     assert verdict.reward == pytest.approx(6 / 9) and verdict.outcome is Outcome.CORRECT
     assert dict(verdict.parts)["agreement"] == pytest.approx(1 / 3)
     assert len({body["seed"] for body in fake.bodies}) == 3 and {body["temperature"] for body in fake.bodies} == {0.7}
-    with in_thread(OpenAIFake(saying(10, "x", 10)).app) as url:
-        async with judging(url, model="small", votes=3, temperature=1.0) as judge:
-            assert [each.reward for each in await verdicts(judge, "x")] == [1.0], "two valid scores of three"
+    (verdict,) = await judged(OpenAIFake(saying(10, "x", 10)), "x", votes=3, temperature=1.0)
+    assert verdict.reward == 1.0, "two valid scores of three are enough"
 
 
 @pytest.mark.parametrize(
@@ -99,19 +101,15 @@ async def test_several_scores_of_a_judge_are_averaged_and_their_agreement_is_rep
     ],
 )
 async def test_answer_gets_a_verifier_error_if_the_judges_scores_disagree_or_are_missing(scores, settings, sentence):
-    with in_thread(OpenAIFake(saying(*scores)).app) as url:
-        async with judging(url, model="small", votes=3, temperature=1.0, **settings) as judge:
-            (verdict,) = await verdicts(judge, "x")
-    assert verdict.outcome is Outcome.VERIFIER_ERROR and not verdict.outcome.is_judgement
+    (verdict,) = await judged(OpenAIFake(saying(*scores)), "x", votes=3, temperature=1.0, **settings)
+    assert verdict.outcome is Outcome.VERIFIER_ERROR
     assert re.search(sentence, verdict.reason)
 
 
 async def test_call_to_an_overloaded_judge_is_retried():
     fake = OpenAIFake(scripted_judge(), failures=(503, 429))
-    with in_thread(fake.app) as url:
-        async with judging(url, model="small") as judge:
-            assert (await verdicts(judge, "Paris."))[0].outcome is Outcome.CORRECT
-    assert len(fake.bodies) == 3
+    (verdict,) = await judged(fake, "Paris.")
+    assert verdict.outcome is Outcome.CORRECT and len(fake.bodies) == 3
 
 
 @pytest.mark.parametrize(
@@ -138,12 +136,10 @@ async def test_answer_gets_a_verifier_error_if_the_judge_is_unreachable(tmp_path
 
 
 async def test_number_of_calls_to_the_judge_stays_within_its_budget_even_after_a_restart(tmp_path, caplog):
-    fake, budget = OpenAIFake(scripted_judge()), BudgetShare(tmp_path / "judging", sharers=2)
-    with in_thread(fake.app) as url, caplog.at_level(logging.ERROR, logger="pipelinerl"):
-        async with judging(url, budget=budget, model="small", most_calls=10) as judge:
-            first = await verdicts(judge, "a", "b", "c")
-        async with judging(url, budget=budget, model="small", most_calls=10) as judge:  # as after a restart
-            second = await verdicts(judge, "d", "e", "f", "g")
+    fake, settings = OpenAIFake(scripted_judge()), {"budget": BudgetShare(tmp_path, sharers=2), "most_calls": 10}
+    with caplog.at_level(logging.ERROR, logger="pipelinerl"):
+        first = await judged(fake, "a", "b", "c", **settings)
+        second = await judged(fake, "d", "e", "f", "g", **settings)  # as after a restart
     assert len(fake.bodies) == 5, "each of two processes may make half of ten calls"
     assert [each.outcome for each in first] == [Outcome.PARTIAL] * 3
     masked = [each for each in second if each.outcome is Outcome.VERIFIER_ERROR]
@@ -153,9 +149,8 @@ async def test_number_of_calls_to_the_judge_stays_within_its_budget_even_after_a
 
 async def test_tokens_that_the_judges_server_reports_count_against_the_judges_budget(tmp_path):
     fake, budget = OpenAIFake(lambda body: '{"score": 5}'), BudgetShare(tmp_path, sharers=1)
-    with in_thread(fake.app) as url:
-        async with judging(url, budget=budget, model="small", most_tokens=30, concurrency=1) as judge:
-            outcomes = [each.outcome for each in await verdicts(judge, "a", "b", "c", "d")]
+    settings = {"budget": budget, "most_tokens": 30, "concurrency": 1}
+    outcomes = [each.outcome for each in await judged(fake, "a", "b", "c", "d", **settings)]
     assert outcomes.count(Outcome.VERIFIER_ERROR) == 2, "15 tokens each: two calls"
     assert json.loads((tmp_path / "d%2Fe.json").read_text()) == {"calls": 2, "tokens": 30}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 
 import msgspec
@@ -43,12 +43,15 @@ def honest(verifier):
 
 
 @asynccontextmanager
-async def client(*, grace_s=PATIENCE_S, silence_s=SOON_S):
+async def serving(*apps, grace_s=PATIENCE_S, silence_s=SOON_S):
+    """Serve the applications; yield a client that knows none of them yet, and a lease of each."""
     services = VerifierServices(token=TOKEN, patience=ServicePatience(grace_s=grace_s, silence_s=silence_s))
-    try:
-        yield services
-    finally:
-        await services.close()
+    with ExitStack() as stack:
+        leases = [lease(stack.enter_context(in_thread(app))) for app in apps]
+        try:
+            yield services, leases
+        finally:
+            await services.close()
 
 
 async def outcomes(services, number=1, rules=RULES):
@@ -59,14 +62,16 @@ async def outcomes(services, number=1, rules=RULES):
 
 
 class Hostile:
-    """A broken server, or one that is no verifier service; its first request sets the event `contacted`."""
+    """A server with one answer, which may be no verdicts; it keeps the requests and sets the event `contacted`."""
 
     def __init__(self, answer):
         self.contacted = threading.Event()
+        self.bodies = []
         self.app = FastAPI(openapi_url=None)
 
         @self.app.post(wire.VERIFY)
-        async def verify(_: Request) -> Response:
+        async def verify(request: Request) -> Response:
+            self.bodies.append(await request.body())
             self.contacted.set()
             return answer()
 
@@ -125,15 +130,14 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_answers_are_sent_to_another_verifier_service_if_the_first_responds_invalidly(name):
-    verifier = Exact()
-    hostile = Hostile(HOSTILE[name])
-    with in_thread(hostile.app) as broken, in_thread(honest(verifier)) as good:
-        async with client(silence_s=1.0 if name == "silence after the head" else SOON_S) as services:
-            services.update([lease(broken)])
-            asking = asyncio.create_task(outcomes(services))
-            assert await asyncio.to_thread(hostile.contacted.wait, PATIENCE_S)
-            services.update([lease(broken), lease(good)])
-            assert await asking == RIGHT
+    verifier, hostile = Exact(), Hostile(HOSTILE[name])
+    silence_s = 1.0 if name == "silence after the head" else SOON_S
+    async with serving(hostile.app, honest(verifier), silence_s=silence_s) as (services, leases):
+        services.update(leases[:1])
+        asking = asyncio.create_task(outcomes(services))
+        assert await asyncio.to_thread(hostile.contacted.wait, PATIENCE_S)
+        services.update(leases)
+        assert await asking == RIGHT
     assert verifier.judged == len(ANSWERS), "each answer was judged once"
 
 
@@ -152,29 +156,26 @@ NOBODY = "http://127.0.0.1:1"
     ],
 )
 async def test_answers_get_a_verifier_error_with_the_reason_if_no_verifier_service_can_judge_them(answer, named, words):
-    with in_thread(Hostile(answer or raw(b"")).app) as url:
-        async with client(grace_s=0.6) as services:
-            services.update([] if named is None else [lease(url if answer else NOBODY, **named)])
-            judged = await services.judge("words", RULES, problem(1), ANSWERS)
+    async with serving(Hostile(answer or raw(b"")).app, grace_s=0.6) as (services, (known,)):
+        services.update([] if named is None else [known if answer else lease(NOBODY, **named)])
+        judged = await services.judge("words", RULES, problem(1), ANSWERS)
     assert [judgement.verdict.outcome for judgement in judged] == [Outcome.VERIFIER_ERROR] * 3
     assert all(words in judgement.verdict.reason for judgement in judged), judged
 
 
 async def test_answers_get_a_verifier_error_without_retries_if_every_verifier_service_rejects_the_request():
-    with in_thread(Hostile(raw(b'{"error": {"message": "too odd", "code": "x"}}', 422)).app) as url:
-        async with client() as services:
-            services.update([lease(url)])
-            (judgement, *_) = await asyncio.wait_for(services.judge("words", RULES, problem(1), ANSWERS), SOON_S)
-            assert "too odd" in judgement.verdict.reason
-            unsent = replace(problem(1), metadata={"a": object()})
-            (judgement, *_) = await asyncio.wait_for(services.judge("words", RULES, unsent, ANSWERS), SOON_S)
-            assert "cannot be sent" in judgement.verdict.reason
+    refusal = raw(b'{"error": {"message": "too odd", "code": "x"}}', 422)
+    async with serving(Hostile(refusal).app) as (services, leases):
+        services.update(leases)
+        unsent = replace(problem(1), metadata={"a": object()})
+        for given, words in ((problem(1), "too odd"), (unsent, "cannot be sent")):
+            (judgement, *_) = await asyncio.wait_for(services.judge("words", RULES, given, ANSWERS), SOON_S)
+            assert words in judgement.verdict.reason
 
 
 async def test_answers_wait_to_be_judged_until_a_verifier_service_joins_and_has_capacity():
     refusals = [raw(b'{"error": {"message": "full", "code": "full"}}', 503)] * 3
-    verifier = Exact()
-    app = honest(verifier)
+    app = honest(Exact())
 
     async def full_at_first(scope, receive, send):
         if scope["type"] == "http" and refusals:
@@ -182,25 +183,23 @@ async def test_answers_wait_to_be_judged_until_a_verifier_service_joins_and_has_
         else:
             await app(scope, receive, send)
 
-    with in_thread(full_at_first) as url:
-        async with client() as services:
-            asking = asyncio.create_task(outcomes(services))
-            await asyncio.sleep(0)
-            services.update([lease(url)])
-            assert await asking == RIGHT
+    async with serving(full_at_first) as (services, leases):
+        asking = asyncio.create_task(outcomes(services))
+        await asyncio.sleep(0)
+        services.update(leases)
+        assert await asking == RIGHT
     assert refusals == []
 
 
 async def test_each_problem_has_a_preferred_verifier_service_and_problems_are_spread_over_all_services():
     verifiers = [Exact(), Exact()]
-    with in_thread(honest(verifiers[0])) as first, in_thread(honest(verifiers[1])) as second:
-        async with client() as services:
-            services.update([lease(first), lease(second)])
-            for _ in range(4):
-                assert await outcomes(services, 1) == RIGHT
-            assert sorted(verifier.judged for verifier in verifiers) == [0, 4 * len(ANSWERS)]
-            for number in range(2, 34):  # the probability that all of them prefer the same service is 2⁻³¹
-                await outcomes(services, number)
+    async with serving(*map(honest, verifiers)) as (services, leases):
+        services.update(leases)
+        for _ in range(4):
+            assert await outcomes(services, 1) == RIGHT
+        assert sorted(verifier.judged for verifier in verifiers) == [0, 4 * len(ANSWERS)]
+        for number in range(2, 34):  # the probability that all of them prefer the same service is 2⁻³¹
+            await outcomes(services, number)
     assert all(verifier.judged > len(ANSWERS) for verifier in verifiers)
 
 
@@ -213,39 +212,28 @@ async def test_verifier_service_with_many_more_waiting_answers_than_others_gets_
             await asyncio.to_thread(gate.wait, PATIENCE_S)
             return await super().verify(problem, completion_text)
 
-    held, free = Held(), Exact()
-    many = [SampledAnswer("1")] * 100
-    with in_thread(honest(held)) as slow, in_thread(honest(free)) as quick:
-        async with client() as services:
-            services.update([lease(slow)])
-            first = [asyncio.create_task(services.judge("words", RULES, problem(n), many)) for n in range(3)]
-            await asyncio.sleep(0)
-            services.update([lease(slow), lease(quick)])
-            for number in range(8):
-                assert await outcomes(services, number) == RIGHT
-            assert free.judged == 8 * len(ANSWERS)
-            gate.set()
-            assert [len(judged) for judged in await asyncio.wait_for(asyncio.gather(*first), PATIENCE_S)] == [100] * 3
+    free, many = Exact(), [SampledAnswer("1")] * 100
+    async with serving(honest(Held()), honest(free)) as (services, leases):
+        services.update(leases[:1])
+        first = [asyncio.create_task(services.judge("words", RULES, problem(n), many)) for n in range(3)]
+        await asyncio.sleep(0)
+        services.update(leases)
+        for number in range(8):
+            assert await outcomes(services, number) == RIGHT
+        assert free.judged == 8 * len(ANSWERS)
+        gate.set()
+        assert [len(judged) for judged in await asyncio.wait_for(asyncio.gather(*first), PATIENCE_S)] == [100] * 3
 
 
 async def test_request_to_a_verifier_service_states_its_protocol_version_and_the_digest_of_the_rules():
-    seen: list[VerifyRequest] = []
-    app = FastAPI(openapi_url=None)
-
-    @app.post(wire.VERIFY)
-    async def verify(request: Request) -> Response:
-        seen.append(msgspec.json.decode(await request.body(), type=VerifyRequest))
-        return responding(1.0, 0.0, 0.5, outcome="partial")()
-
-    guard(app, token=TOKEN)
+    server = Hostile(responding(1.0, 0.0, 0.5, outcome="partial"))
     given = problem(1, tests=[{"input": "", "output": "é"}])
     answers = (SampledAnswer("a\x00", (1, 2), "length"), *ANSWERS[1:])
-    with in_thread(app) as url:
-        async with client() as services:
-            services.update([lease(url)])
-            judged = await services.judge("words", RULES, given, answers)
+    async with serving(server.app) as (services, leases):
+        services.update(leases)
+        judged = await services.judge("words", RULES, given, answers)
     sent = VerifyRequest(protocol=1, domain="words", rules=RULES, problem=given, answers=answers)
-    assert list(map(msgspec.json.encode, seen)) == [msgspec.json.encode(sent)]
+    assert server.bodies == [msgspec.json.encode(sent)]
     assert [(j.verdict.outcome, j.verdict.reward) for j in judged] == [
-        (Outcome.PARTIAL, 1.0), (Outcome.PARTIAL, 0.0), (Outcome.PARTIAL, 0.5)
-    ]  # fmt: skip
+        (Outcome.PARTIAL, each) for each in (1.0, 0.0, 0.5)
+    ]

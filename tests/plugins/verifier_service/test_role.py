@@ -67,46 +67,42 @@ class Controller:
 
 
 @asynccontextmanager
-async def serving(made, controller):
-    role = asyncio.create_task(verifier_role.run(made))
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            while not controller.leases:
-                assert not role.done(), role
-                await asyncio.sleep(0.02)
-        yield next(iter(controller.leases.values())), role
-    finally:
-        role.cancel()
-        await asyncio.gather(role, return_exceptions=True)
-
-
-async def test_verifier_service_registers_at_the_controller_judges_answers_and_unregisters_when_drained(
-    tmp_path,
-):
+async def serving(directory):
+    """Run the role of a verifier service; yield its controller, its recipe's domain, its lease and its task."""
     controller = Controller()
     with in_thread(controller.app) as url:
-        made = identity(tmp_path, url)
-        async with serving(made, controller) as (lease, role):
-            assert lease.domains == {"words": rules_of(made.config.domains[0])}
-            services = VerifierServices(token=TOKEN)
-            services.update([lease])
-            answers = [SampledAnswer("1"), SampledAnswer("2")]
-            judged = await services.judge("words", lease.domains["words"], problem(1), answers)
-            await services.close()
-            assert [judgement.verdict.outcome for judgement in judged] == [Outcome.CORRECT, Outcome.WRONG]
-            async with httpx.AsyncClient(headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False) as http:
-                assert (await http.post(f"{lease.url}/drain")).json() == {"queue": 0}
-            await asyncio.wait_for(role, PATIENCE_S)  # the drained process ends by itself, without an error
+        made = identity(directory, url)
+        role = asyncio.create_task(verifier_role.run(made))
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while not controller.leases:
+                    assert not role.done(), role
+                    await asyncio.sleep(0.02)
+            yield controller, made.config.domains[0], next(iter(controller.leases.values())), role
+        finally:
+            role.cancel()
+            await asyncio.gather(role, return_exceptions=True)
+
+
+async def test_verifier_service_registers_at_the_controller_judges_answers_and_unregisters_when_drained(tmp_path):
+    async with serving(tmp_path) as (controller, domain, lease, role):
+        assert lease.domains == {"words": rules_of(domain)}
+        services = VerifierServices(token=TOKEN)
+        services.update([lease])
+        judged = await services.judge("words", rules_of(domain), problem(1), [SampledAnswer("1"), SampledAnswer("2")])
+        await services.close()
+        assert [judgement.verdict.outcome for judgement in judged] == [Outcome.CORRECT, Outcome.WRONG]
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {TOKEN}"}, trust_env=False) as http:
+            assert (await http.post(f"{lease.url}/drain")).json() == {"queue": 0}
+        await asyncio.wait_for(role, PATIENCE_S)  # the drained process ends by itself, without an error
         assert controller.leases == {}
 
 
 async def test_verifier_service_that_is_stopped_unregisters_from_the_controller(tmp_path):
-    controller = Controller()
-    with in_thread(controller.app) as url:
-        async with serving(identity(tmp_path, url), controller) as (_, role):
-            role.cancel()
-            await asyncio.wait({role}, timeout=PATIENCE_S)
-            assert role.done() and controller.leases == {}
+    async with serving(tmp_path) as (controller, _, _, role):
+        role.cancel()
+        await asyncio.wait({role}, timeout=PATIENCE_S)
+        assert role.done() and controller.leases == {}
 
 
 async def test_verifier_service_does_not_start_if_the_sandbox_it_requires_is_missing(tmp_path, monkeypatch):

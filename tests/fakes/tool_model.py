@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, random_decoder, word_tokenizer
-
-if TYPE_CHECKING:
-    pass
 
 #: Special tokens that enclose tool calls, tool results and thinking text, as in Hermes and Qwen models.
 TOOL_TOKENS: Final = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
@@ -39,6 +37,12 @@ def tool_tokenizer(*, template=TOOL_TEMPLATE):
     made.add_tokens([AddedToken(token, normalized=False) for token in TOOL_TOKENS])
     made.chat_template = template
     return made
+
+
+def tool_chat():
+    """Return `tool_tokenizer` as a `ChatTokenizer`, which ends answers at `<|end|>`."""
+    made = tool_tokenizer()
+    return ChatTokenizer(made, {made.convert_tokens_to_ids("<|end|>")})
 
 
 def save_tool_model(path, *, context_length):

@@ -21,14 +21,13 @@ from hypothesis import given, strategies as st
 
 from inference_contract.schemas import ChatCompletionRequest
 from pipelinerl.config.domains import EpisodeSection
-from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.episodes.agent_api.answer import AnswerReader, split_thinking
 from pipelinerl.plugins.episodes.episode import Episode, NewSegment
 from pipelinerl.plugins.episodes.gateway import Gateway
 from pipelinerl.plugins.episodes.tool_loop import Toolbox
 from pipelinerl.plugins.episodes.trial import ScriptedAnswers
 from tests.fakes.talking_sampler import order
-from tests.fakes.tool_model import tool_tokenizer
+from tests.fakes.tool_model import tool_chat
 from tests.patience import PATIENCE_S
 from tests.plugins.episodes.test_tool_loop import Shout
 
@@ -48,8 +47,7 @@ class ScriptedModel:
     content_pieces: Callable[[str], Sequence[str]] = lambda text: [text[: end + 1] for end in range(len(text))]
 
     def __post_init__(self):
-        made = tool_tokenizer()
-        self.tokenizer = ChatTokenizer(made, {made.convert_tokens_to_ids("<|end|>")})
+        self.tokenizer = tool_chat()
         self._scripted = ScriptedAnswers(self.tokenizer, self.answers)
 
     async def __call__(self, request, on_text=None, /):

@@ -17,7 +17,6 @@ from aiohttp import WSMsgType, web
 
 from pipelinerl.actor.group_maker import GroupProgress
 from pipelinerl.errors import AddressError, ReferenceFailed
-from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.episodes.host_pool import EpisodeHosts
 from pipelinerl.plugins.episodes.openenv import Actions, OpenEnv
 from pipelinerl.plugins.episodes.trial import ScriptedAnswers
@@ -26,7 +25,7 @@ from pipelinerl.types import Outcome
 from tests.fakes.episodes import episodes
 from tests.fakes.raw_server import raw_server, response, sending
 from tests.fakes.talking_sampler import TalkingSampler, order, tokenizer
-from tests.fakes.tool_model import tool_tokenizer
+from tests.fakes.tool_model import tool_chat
 from tests.patience import PATIENCE_S
 
 #: A program that serves a guessing game with OpenEnv's package. The fake `Server` below serves the same game.
@@ -172,8 +171,7 @@ def call(name, **arguments):
 
 async def check_the_tools(url):
     """Check that a scripted model can call the tools of the server at `url`, the fake one or OpenEnv's."""
-    made = tool_tokenizer()
-    words = ChatTokenizer(made, {made.convert_tokens_to_ids("<|end|>")})
+    words = tool_chat()
     sampler = ScriptedAnswers(words, [call("double", number=4), call("double", number="x"), "8"])
     (rollout,) = await played(url, sampler)
     first, second, third = (words.decode(turn.context_token_ids.tolist()) for turn in rollout.rollout.turns)

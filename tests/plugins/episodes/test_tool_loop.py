@@ -9,7 +9,6 @@ import pytest
 from pipelinerl.actor.actor import VerifierTally
 from pipelinerl.actor.group_maker import GroupProgress
 from pipelinerl.errors import PipelineError
-from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.plugins.episodes.client import ChatRefused, EpisodeClient
 from pipelinerl.plugins.episodes.host_pool import EpisodeEnd
 from pipelinerl.plugins.episodes.tool_loop import OneRequest, Toolbox
@@ -19,7 +18,7 @@ from pipelinerl.types import Outcome
 from pipelinerl.verifiers.verifier import PerAnswerVerifier, correct, wrong
 from tests.fakes.episodes import episodes
 from tests.fakes.talking_sampler import order
-from tests.fakes.tool_model import tool_tokenizer
+from tests.fakes.tool_model import tool_chat
 from tests.patience import PATIENCE_S
 
 HELLO = {"role": "user", "content": "hello"}
@@ -68,13 +67,8 @@ def call(name="shout", **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def tokenizer():
-    made = tool_tokenizer()
-    return ChatTokenizer(made, {made.convert_tokens_to_ids("<|end|>")})
-
-
 async def played(answers, *, max_turns=4, count=1, progress=None, agent=None):
-    player, sampler = OneRequest() if agent is None else Played(agent), ScriptedAnswers(tokenizer(), answers)
+    player, sampler = OneRequest() if agent is None else Played(agent), ScriptedAnswers(tool_chat(), answers)
     about = {"verifier": PerAnswerVerifier(IsAB()), "tools": Toolbox(Shout()), "max_turns": max_turns}
     async with episodes(player, sampler, **about) as maker:
         for _ in range(count):
@@ -85,9 +79,9 @@ async def played(answers, *, max_turns=4, count=1, progress=None, agent=None):
 async def test_tool_result_is_sent_to_the_model_and_the_models_last_answer_is_judged():
     made = await played([call(text="ab"), "AB"])
     first, second = made.rollout.turns
-    shown = tokenizer().decode(second.context_token_ids.tolist())
+    shown = tool_chat().decode(second.context_token_ids.tolist())
     assert "<tool_response>\nAB\n</tool_response>" in shown and second.begins == ""
-    assert '"name": "shout"' in tokenizer().decode(first.context_token_ids.tolist())
+    assert '"name": "shout"' in tool_chat().decode(first.context_token_ids.tolist())
     assert made.rollout.verdict.outcome is Outcome.CORRECT
 
 
@@ -101,7 +95,7 @@ async def test_tool_result_is_sent_to_the_model_and_the_models_last_answer_is_ju
 )
 async def test_model_gets_the_error_as_the_result_of_an_invalid_tool_call(wrong_call, reply):
     made = await played([wrong_call, "AB"])
-    assert reply in tokenizer().decode(made.rollout.turns[1].context_token_ids.tolist())
+    assert reply in tool_chat().decode(made.rollout.turns[1].context_token_ids.tolist())
     assert made.rollout.verdict.outcome is Outcome.CORRECT
 
 
@@ -123,7 +117,7 @@ async def test_agent_sees_only_the_final_answer_after_tool_calls_but_all_turns_a
     made = await played([call(text="ab"), "so", call(text="cd"), "AB"], agent=agent)
     assert [message["content"] for message in seen] == ["so", "AB"] and "tool_calls" not in seen[0]
     assert [turn.begins for turn in made.rollout.turns] == ["first", "", "", ""]
-    shown = tokenizer().decode(made.rollout.turns[2].context_token_ids.tolist())
+    shown = tool_chat().decode(made.rollout.turns[2].context_token_ids.tolist())
     assert "more" in shown and "hello" not in shown
     assert made.rollout.verdict.outcome is Outcome.CORRECT
 
@@ -140,7 +134,7 @@ async def test_agent_calls_its_own_tool_and_the_model_reads_the_results_of_both_
 
     made = await played([call(text="ab") + call("add"), "AB"], agent=agent)
     second = made.rollout.turns[1]
-    shown = tokenizer().decode(second.context_token_ids.tolist())
+    shown = tool_chat().decode(second.context_token_ids.tolist())
     assert shown.index("\nAB\n") < shown.index("five") and second.begins == ""
 
 

@@ -16,7 +16,7 @@ from pipelinerl.plugins.oubliette import probe
 from pipelinerl.plugins.oubliette.runs import SandboxMissing, Tier
 from pipelinerl.types import Message, Problem
 from tests.fakes.talking_sampler import tokenizer as without_tools
-from tests.fakes.tool_model import TOOL_TEMPLATE, tool_tokenizer
+from tests.fakes.tool_model import TOOL_TEMPLATE, tool_chat, tool_tokenizer
 
 RECIPE: dict[str, Any] = {
     "model": {"path": "m"},
@@ -49,8 +49,7 @@ def with_tools():
         probe.opened(Tier.DEFAULT).close()
     except SandboxMissing as error:
         pytest.skip(f"left out: {error}")
-    made = tool_tokenizer()
-    return ChatTokenizer(made, {made.convert_tokens_to_ids("<|end|>")})
+    return tool_chat()
 
 
 async def test_check_shows_a_trial_tool_call_its_result_and_the_verdict():
@@ -91,5 +90,4 @@ async def test_chat_template_whose_tool_calls_cannot_be_parsed_back_is_rejected(
     with pytest.raises(RecipeError, match=r"episode\.tools: the calls .* cannot be parsed back.*Hermes, Qwen3-Coder"):
         await lines(tokenizer)
     assert tool_format(tokenizer).startswith("writes no tool calls that can be parsed back")
-    parsed = ChatTokenizer(tool_tokenizer(), {1})
-    assert tool_format(parsed) == "writes tool calls in the format of Hermes, which is parsed"
+    assert tool_format(tool_chat()) == "writes tool calls in the format of Hermes, which is parsed"

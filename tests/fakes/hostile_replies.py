@@ -1,4 +1,4 @@
-"""Structure-aware mutations of a server's JSON response: values of wrong types and sizes, and damaged bytes."""
+"""Structure-aware mutations of a JSON message: values of wrong types and sizes, and damaged bytes."""
 
 import copy
 import json
@@ -55,11 +55,11 @@ def _damaged(body, draw):
     return draw.choice(changes)()
 
 
-def mutated(valid, draw):
-    """Return the bytes of a valid response after one or two mutations."""
+def mutated(valid, draw, *, nodes=NODES):
+    """Return the bytes of a valid message after one or two mutations; `nodes` are the texts that replace a node."""
     path = draw.choice(_paths(valid))
     if path and draw.random() < 0.2:
         body = json.dumps(_without(valid, path)).encode()
     else:
-        body = _replaced(valid, path, draw.choice(NODES)).encode()
+        body = _replaced(valid, path, draw.choice(nodes)).encode()
     return _damaged(body, draw) if draw.random() < 0.3 else body

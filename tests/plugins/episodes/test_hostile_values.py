@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
-import random
 import sys
 from contextlib import asynccontextmanager
+from random import Random
 from types import SimpleNamespace
 from typing import Any, final
 
@@ -23,20 +22,15 @@ from pipelinerl.plugins.episodes.openenv import (
     ServerMalformed,
     ServerRefused,
 )
+from tests.fakes.hostile_replies import mutated
 from tests.patience import PATIENCE_S, is_running, wait_until
 
 URL = "http://server:8000"
-#: Values that JSON can hold, as text: those of Python that can be encoded, and texts that are no or odd JSON.
-JSON_VALUES = [
-    "null", "true", '"1"', "[]", "{}", "NaN", "-Infinity", "1e999", "1" * 400, "1" * 5000, "[" * 10_000, '"\\ud800"',
-    '{"a": {"b": 1}}', "1.5", "", "\x00", '"' + "x" * 10**5 + '"', "[1, [2, [3]]]", "2000000", "{",
-]  # fmt: skip
 FRAMES: list[dict[str, Any]] = [
     {"type": "observation", "data": {"observation": {"hint": "x"}, "reward": 0.5, "done": False}},
     {"type": "error", "data": {"message": "broken", "code": "EXECUTION_ERROR", "errors": [{"loc": ["a"], "msg": "b"}]}},
     {"type": "error", "data": {"message": "no such word", "code": "VALIDATION_ERROR"}},
 ]
-_HOLE = "<hole>"
 
 
 @final
@@ -52,26 +46,12 @@ class Socket:
         return SimpleNamespace(type=WSMsgType.TEXT, data=self._data)
 
 
-def hostile_frame(number):
-    """Return a valid frame, and its text with one node replaced by a hostile value."""
-    chosen = random.Random(number)
-    frame = chosen.choice(FRAMES)
-    changed = copy.deepcopy(frame)
-    node = changed
-    while True:
-        place = chosen.choice([*node] if isinstance(node, dict) else range(len(node)))
-        if not node[place] or not isinstance(node[place], dict | list) or chosen.random() < 0.3:
-            node[place] = _HOLE
-            break
-        node = node[place]
-    text = json.dumps(changed).replace(json.dumps(_HOLE), chosen.choice(JSON_VALUES))
-    return frame, text if chosen.random() > 0.05 else chosen.choice(JSON_VALUES)
-
-
 @pytest.mark.parametrize("numbers", [range(200), pytest.param(range(10_000), marks=pytest.mark.slow)])
 async def test_only_an_action_that_an_openenv_server_calls_invalid_is_the_models_fault(numbers):
     for number in numbers:
-        frame, text = hostile_frame(number)
+        draw = Random(number)
+        frame = draw.choice(FRAMES)
+        text = mutated(frame, draw).decode(errors="replace")
         try:
             observed = await OpenEnvSession(Socket(text), URL).step({"word": "x"})
         except InvalidAction:

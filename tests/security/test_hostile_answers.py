@@ -3,13 +3,12 @@
 import pytest
 
 from benchmarks.verifiers import hostile_texts
-from pipelinerl.config.recipe import DomainSection
 from pipelinerl.data.problems import Split, open_source
 from pipelinerl.messages import EvaluationDone, encode
-from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Outcome
 from pipelinerl.verifiers.verifier import SampledAnswer
 from tests.fakes.problems import problem
+from tests.fakes.verifiers import opened
 from tests.patience import PATIENCE_S
 
 COUNTS = [pytest.param(40, id="40"), pytest.param(1000, id="1000", marks=pytest.mark.slow)]
@@ -21,14 +20,11 @@ PROBLEM = problem("x+1")
 
 async def judged(given, texts, **keys):
     """Judge the texts as answers to a problem, a group after another; check that each failure is masked and short."""
-    section = {"name": "d", "source": "addition", "verifier_timeout_s": DEADLINE_S} | keys
-    verifier, verdicts = open_verifier(DomainSection(**section)), []
-    try:
+    verdicts = []
+    async with opened(**{"verifier_timeout_s": DEADLINE_S} | keys) as verifier:
         for begin in range(0, len(texts), GROUP):
             group = [SampledAnswer(text) for text in texts[begin : begin + GROUP]]
             verdicts += [judgement.verdict for judgement in await verifier.judge(given, group)]
-    finally:
-        await verifier.close()
     for verdict in verdicts:
         assert verdict.outcome.is_judgement or verdict.reward == 0.0
         message = EvaluationDone(

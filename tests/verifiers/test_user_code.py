@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config.domains import DomainSection
 from pipelinerl.errors import RecipeError
-from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Outcome, Verdict
 from pipelinerl.verifiers.verifier import SampledAnswer
 from tests.fakes.problems import problem
+from tests.fakes.verifiers import opened
 from tests.patience import PATIENCE_S, SOON_S, is_running, wait_until
 
 REWARDS = Path(__file__).with_name("rewards.py")
@@ -19,13 +18,8 @@ PROBLEM = problem("right", tags=("t=1",), level=3)
 
 async def verdicts(function, *texts, **keys):
     """Judge the texts as one group, with this function of `rewards.py` as the verifier; return the verdicts."""
-    verifier = open_verifier(
-        DomainSection(name="d", source="addition", verifier=f"{REWARDS}:{function}", **{"verifier_workers": 1} | keys)
-    )
-    try:
+    async with opened(f"{REWARDS}:{function}", **{"verifier_workers": 1} | keys) as verifier:
         judged = await verifier.judge(PROBLEM, [SampledAnswer(text, (5, 6)) for text in texts])
-    finally:
-        await verifier.close()
     assert all(judgement.seconds >= 0 for judgement in judged)
     return [judgement.verdict for judgement in judged]
 
@@ -140,15 +134,9 @@ async def test_worker_process_whose_reward_module_starts_threads_is_not_forked(t
         "    if text == 'hang': time.sleep(60)\n"
         "    return threading.active_count() == 2\n"
     )
-    domain = DomainSection(
-        name="d", source="addition", verifier=f"{file}:score", verifier_workers=2, verifier_timeout_s=1.0
-    )
-    verifier = open_verifier(domain)
-    try:
+    async with opened(f"{file}:score", verifier_workers=2, verifier_timeout_s=1.0) as verifier:
         first = await verifier.judge(PROBLEM, [SampledAnswer("a"), SampledAnswer("b"), SampledAnswer("hang")])
         again = await verifier.judge(PROBLEM, [SampledAnswer("c")])
-    finally:
-        await verifier.close()
     assert [each.verdict.outcome.value for each in (*first, *again)] == ["correct", "correct", "timeout", "correct"]
 
 
@@ -167,5 +155,6 @@ async def test_reward_function_that_cannot_be_loaded_is_reported_in_one_sentence
     file = tmp_path / "r.py"
     file.write_text(text)
     with pytest.raises(RecipeError, match=sentence) as raised:
-        open_verifier(DomainSection(name="d", source="addition", verifier=f"{file}:score"))
+        async with opened(f"{file}:score"):
+            pass
     assert "\n" not in str(raised.value)

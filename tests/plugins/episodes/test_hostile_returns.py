@@ -6,26 +6,26 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl.config.domains import DomainSection, EpisodeSection
+from pipelinerl.config.domains import EpisodeSection
 from pipelinerl.plugins.episodes.environment import Task
 from pipelinerl.plugins.episodes.episode import Episode
 from pipelinerl.plugins.episodes.group import EpisodeDomain, _verdict
 from pipelinerl.plugins.episodes.host_pool import EpisodeHosts
 from pipelinerl.plugins.episodes.tool_loop import OneRequest
 from pipelinerl.plugins.episodes.user_code import _messages, _step
-from pipelinerl.roles.verification import open_verifier
-from pipelinerl.types import Message, Outcome, Problem
+from pipelinerl.types import Outcome
 from pipelinerl.verifiers.verdicts import judged
 from pipelinerl.verifiers.verifier import SampledAnswer
 from tests.fakes import hostile_values
 from tests.fakes.hostile_values import VALUES, case, expected, must_be_masked
+from tests.fakes.problems import problem
 from tests.fakes.talking_sampler import completion, order
+from tests.fakes.verifiers import opened
 from tests.patience import PATIENCE_S
 
 CODE = Path(hostile_values.__file__).with_name("hostile_code.py")
 #: The reasons name this module, or the one that makes the values.
 PLACE = f"{CODE.parent}/hostile_"
-PROBLEM = Problem(problem_id="d:1", domain="d", messages=(Message("user", "?"),), ground_truth="x")
 # Some cases leave a coroutine behind that is never awaited.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine")
 #: The numbers of the cases: 200 in the usual form of each test, 10⁴ in its slow form.
@@ -49,17 +49,12 @@ def check(number, verdict, place):
 @pytest.mark.parametrize("numbers", CASES)
 @pytest.mark.parametrize("name", ["score", "score_async", "Judge"])
 async def test_hostile_return_of_a_reward_is_masked_with_its_place(name, numbers):
-    section = DomainSection(name="d", source="addition", verifier=f"{CODE}:{name}", verifier_workers=1)
-    verifier = open_verifier(section)
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            for at in range(0, len(numbers), 100):
-                answers = [SampledAnswer(str(number)) for number in numbers[at : at + 100]]
-                judgements = await judged(verifier, PROBLEM, answers)
-                for number, judgement in zip(numbers[at : at + 100], judgements, strict=True):
-                    check(number, judgement.verdict, PLACE)
-    finally:
-        await verifier.close()
+    async with asyncio.timeout(PATIENCE_S), opened(f"{CODE}:{name}", verifier_workers=1) as verifier:
+        for at in range(0, len(numbers), 100):
+            answers = [SampledAnswer(str(number)) for number in numbers[at : at + 100]]
+            judgements = await judged(verifier, problem("x"), answers)
+            for number, judgement in zip(numbers[at : at + 100], judgements, strict=True):
+                check(number, judgement.verdict, PLACE)
 
 
 @pytest.mark.parametrize("numbers", CASES)

@@ -6,12 +6,10 @@ import asyncio
 import json
 import logging
 import re
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
 
-from pipelinerl.config.domains import DomainSection
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.errors import EngineUnreachable, RecipeError
 from pipelinerl.plugins.bigram.model import BigramModel
@@ -19,7 +17,6 @@ from pipelinerl.plugins.judge import JudgeSection
 from pipelinerl.plugins.judge.verifier import Judge, ScoreFormat, Spending, Unreadable
 from pipelinerl.plugins.warmstart.tiny_decoder import char_tokenizer
 from pipelinerl.registry import ENGINES, load
-from pipelinerl.roles.verification import open_verifier
 from pipelinerl.types import Outcome
 from pipelinerl.verifiers.verifier import BudgetShare, SampledAnswer
 from tests.fakes.engine_options import engine_options
@@ -27,20 +24,15 @@ from tests.fakes.openai_server import OpenAIFake
 from tests.fakes.problems import problem
 from tests.fakes.scripted_judge import scripted_judge
 from tests.fakes.served import in_thread
+from tests.fakes.verifiers import opened
 from tests.patience import PATIENCE_S
 
 CAPITAL = problem("It is well known", question="The capital of France?")
 
 
-@asynccontextmanager
-async def judging(url, *, budget=None, correct_at=0.5, **judge):
+def judging(url, *, budget=None, correct_at=0.5, **judge):
     section = {"url": f"{url}/v1", "timeout_s": PATIENCE_S, **judge}
-    domain = DomainSection(name="d/e", source="addition", verifier="judge", correct_at=correct_at, judge=section)
-    opened = open_verifier(domain, budget=budget)
-    try:
-        yield opened
-    finally:
-        await opened.close()
+    return opened("judge", name="d/e", budget=budget, correct_at=correct_at, judge=section)
 
 
 async def verdicts(judge, *texts):

@@ -6,7 +6,6 @@ from typing import final
 
 import pytest
 
-from pipelinerl.config.domains import DomainSection
 from pipelinerl.plugins.oubliette import verifier as verifiers
 from pipelinerl.plugins.oubliette.checkers import Scoring
 from pipelinerl.plugins.oubliette.repository import ContentMissing, Link
@@ -14,11 +13,11 @@ from pipelinerl.plugins.oubliette.runner import Executed, Program
 from pipelinerl.plugins.oubliette.runs import Ending, ProgramResult, SandboxLost, SandboxMissing, Tier
 from pipelinerl.plugins.oubliette.section import OublietteSection
 from pipelinerl.plugins.oubliette.verifier import Oubliette, PythonTool
-from pipelinerl.roles.verification import open_verifier
 from pipelinerl.system.service_client import Grace
 from pipelinerl.types import Outcome
 from pipelinerl.verifiers.verifier import SampledAnswer
 from tests.fakes.problems import problem
+from tests.fakes.verifiers import opened
 from tests.patience import PATIENCE_S
 
 RULES = OublietteSection(languages=("python", "c"), time_limit_s=PATIENCE_S)
@@ -169,19 +168,10 @@ async def test_cancelled_judgements_do_not_block_later_judgements(oubliette):
 
 
 async def test_code_domain_of_a_recipe_is_judged_by_the_share_of_tests_passed(sandbox):
-    domain = DomainSection(
-        name="code",
-        source="files",
-        verifier="oubliette",
-        verifier_timeout_s=PATIENCE_S,
-        oubliette=OublietteSection(scoring=Scoring.SHARE, time_limit_s=PATIENCE_S),
-    )
-    verifier = open_verifier(domain)
-    try:
+    rules = OublietteSection(scoring=Scoring.SHARE, time_limit_s=PATIENCE_S)
+    async with opened("oubliette", verifier_timeout_s=PATIENCE_S, oubliette=rules) as verifier:
         answers = [SampledAnswer(f"```\n{code}\n```") for code in (RIGHT, HALF, "1/0")]
         judgements = await verifier.judge(problem(tests=DOUBLES), answers)
-    finally:
-        await verifier.close()
     assert [judgement.verdict.reward for judgement in judgements] == [1.0, 0.5, 0.0]
     half = judgements[1].verdict
     assert half.outcome is Outcome.PARTIAL and half.reason.startswith("3 of 6 tests passed; test 4 of 6: ")

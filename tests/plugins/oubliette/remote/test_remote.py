@@ -176,7 +176,7 @@ def _scripted(work, **changes):
     ],
 )
 async def test_sandbox_service_with_another_protocol_or_a_weaker_isolation_tier_is_rejected(changes, reason):
-    with in_thread(_scripted(lambda: {}, **changes)) as url, pytest.raises(SandboxMissing, match=reason):
+    with in_thread(_scripted(lambda: {"done": []}, **changes)) as url, pytest.raises(SandboxMissing, match=reason):
         await RemoteRunner.open(url, token=None, tier=Tier.DEFAULT)
 
 

@@ -386,6 +386,7 @@ async def _body(request: Request) -> Mapping[str, Any]:
     """Return the request's JSON object. Too deep nesting, lone surrogates, NaN and infinity are rejected too."""
     try:
         body = from_json(await request.body() or b"{}", allow_inf_nan=False)
+        json.dumps(body, allow_nan=False)  # raises for 1e999, which is read as infinity
     except ValueError as error:
         raise InvalidRequest(f"the body must be a JSON object: {error}") from None
     if not isinstance(body, dict):

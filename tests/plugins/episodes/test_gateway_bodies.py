@@ -92,12 +92,13 @@ async def test_no_mutated_body_makes_the_gateway_fail_or_hang(cases):
         b'{"messages":' + b"[" * 1000 + b"]" * 1000 + b"}",
         b'{"messages": [{"role": "user", "content": "\\ud800"}], "input": "\\ud800"}',
         b'{"messages": [{"role": "user", "content": "u"}], "input": "u", "tools": NaN}',
+        b'{"messages": [{"role": "user", "content": "u"}], "input": "u", "tools": 1e999}',
         b'{"messages": "\xff"}',
         b"[]",
         b"1" * 10_000,
         b"{",
     ],
-    ids=["deep", "deep field", "surrogate", "nan", "utf-8", "list", "digits", "cut"],
+    ids=["deep", "deep field", "surrogate", "nan", "overflow", "utf-8", "list", "digits", "cut"],
 )
 @pytest.mark.parametrize("path", [path for path in VALID if "v1" in path])
 async def test_body_that_is_no_json_object_is_rejected_with_status_400(body, path):

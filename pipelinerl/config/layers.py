@@ -90,17 +90,13 @@ def _parsed(override: str) -> tuple[KeyPath, Any]:
             f"{path.strip()}: a password must not be in a command line, which every user of this machine can read; "
             "write the address into the recipe's file, or, for roles started one by one, into $PIPELINERL_REDIS_URL"
         )
-    keys, value = tuple(path.strip().split(".")), _literal(text.strip())
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:  # a string, which then needs no quotes within the shell's quotes
+        value = text.strip()
+    keys = tuple(path.strip().split("."))
     selector = _selector(keys)
     return ((*keys, selector), value) if selector and isinstance(value, str) else (keys, value)
-
-
-def _literal(text: str) -> Any:
-    # Text that is no TOML value is taken as a string, so that strings need no quotes within the shell's quotes.
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def _forget(table: dict[str, Any], path: KeyPath) -> None:
@@ -115,7 +111,11 @@ def _put(table: dict[str, Any], path: KeyPath, value: Any) -> None:
     node: Any = table
     for depth, section in enumerate(path[:-1], start=1):
         if isinstance(node, list):
-            child = _named(node, path, depth)
+            child = next((table for table in node if table.get("name") == section), None)
+            if child is None:
+                there = ", ".join(str(table.get("name")) for table in node)
+                parent = ".".join(path[: depth - 1])
+                raise RecipeError(f"{'.'.join(path)}: none of {parent} is called {section}; there are {there}")
         else:
             child = node[section] = _as_table(node.get(section, {}), path[:depth])
         if not isinstance(child, dict) and not (depth < len(path) - 1 and _are_tables(child)):
@@ -127,17 +127,6 @@ def _put(table: dict[str, Any], path: KeyPath, value: Any) -> None:
 
 def _are_tables(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
-
-
-def _named(tables: list[dict[str, Any]], path: KeyPath, depth: int) -> dict[str, Any]:
-    wanted = path[depth - 1]
-    found = next((table for table in tables if table.get("name") == wanted), None)
-    if found is None:
-        there = ", ".join(str(table.get("name")) for table in tables)
-        raise RecipeError(
-            f"{'.'.join(path)}: none of {'.'.join(path[: depth - 1])} is called {wanted}; there are {there}"
-        )
-    return found
 
 
 #: Keys, at any depth, whose value names a component: a registered name, or a reference to user code.

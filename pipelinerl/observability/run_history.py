@@ -79,18 +79,11 @@ class Incidents:
         elif kind in ("trainer_left", "run_started"):
             self._has_trainer = False
         for ended in _ENDED_BY.get(kind, ()):
-            if (incident := self._incidents.get((ended, _subject(ended, event)))) is not None:
-                incident.seconds += self._open_s(incident)
-                incident.since = None
-        if kind in _HARM_OF:
-            self._begin(kind, event)
-
-    def ranked(self) -> list[Incident]:
-        """Return copies, the most harmful kinds first, then by duration and number, with durations up to now."""
-        now = [replace(each, seconds=each.seconds + self._open_s(each)) for each in self._incidents.values()]
-        return sorted(now, key=lambda each: (_HARM_OF[each.kind], -each.seconds, -each.count))
-
-    def _begin(self, kind: str, event: Event) -> None:
+            if (over := self._incidents.get((ended, _subject(ended, event)))) is not None:
+                over.seconds += self._open_s(over)
+                over.since = None
+        if kind not in _HARM_OF:
+            return
         key = kind, _subject(kind, event)
         if key not in self._incidents and len(self._incidents) >= _MOST_INCIDENTS:
             least = self.ranked()[-1]
@@ -101,6 +94,11 @@ class Incidents:
         incident.event, incident.count = event, incident.count + 1
         if incident.since is None and any(kind in ended for ended in _ENDED_BY.values()):
             incident.since = self._elapsed_s
+
+    def ranked(self) -> list[Incident]:
+        """Return copies, the most harmful kinds first, then by duration and number, with durations up to now."""
+        now = [replace(each, seconds=each.seconds + self._open_s(each)) for each in self._incidents.values()]
+        return sorted(now, key=lambda each: (_HARM_OF[each.kind], -each.seconds, -each.count))
 
     def _open_s(self, incident: Incident) -> float:
         return 0.0 if incident.since is None else self._elapsed_s - incident.since

@@ -123,12 +123,28 @@ def _loss(domain: DomainSection, config: RunConfig) -> str:
 def step_findings(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield findings on the size of a step, its optimizer steps, staleness and kept weights."""
     knobs = knobs_of(config)
-    yield "step", _step(config)
+    # If group sizes differ, the last group of a step may exceed the step's target.
+    rollouts = config.training.rollouts_per_step
+    sizes = {each.name: config.group_size_of(each) for each in config.trained_domains}
+    if len(set(sizes.values())) == 1:
+        (size,) = set(sizes.values())
+        yield "step", f"{rollouts} rollouts, {config.groups_per_step} groups of {size}"
+    else:
+        unit = math.gcd(*sizes.values())
+        most = (rollouts - 1) // unit * unit + max(sizes.values())
+        groups = ", ".join(f"of {size} from {name}" for name, size in sizes.items())
+        yield "step", f"{rollouts} to {most} rollouts, about {config.groups_per_step} whole groups: {groups}"
     if several := mini_batch_finding(config):
         yield "mini-batches", several
     yield "staleness", _staleness(config, knobs)
     if config.training.old_logprobs is OldLogprobs.SAMPLING_WEIGHTS:
-        yield "old log-probs", _weight_history(config, knobs)
+        each = sum(file.stat().st_size for file in weight_files(config.model.resolved)) / 2**20
+        versions = math.ceil(knobs.k / (knobs.j or 1))  # only every j-th version is published
+        yield (
+            "old log-probs",
+            f"{versions} versions of the weights, {versions * each:,.0f} MiB of the trainer's host memory and of each "
+            f"checkpoint ({knobs.k * each:,.0f} MiB at most, if engines join at every step)",
+        )
 
 
 def mini_batch_finding(config: RunConfig) -> str | None:
@@ -162,27 +178,4 @@ def _staleness(config: RunConfig, knobs: Knobs) -> str:
     return (
         f"{bounds}; groups older than k at their step are dropped, mostly from domains with long answers or slow "
         'verifiers; watch their stale share, or keep such groups with staleness.overdue = "wait"'
-    )
-
-
-def _step(config: RunConfig) -> str:
-    # If group sizes differ, the last group of a step may exceed the step's target.
-    rollouts = config.training.rollouts_per_step
-    sizes = {each.name: config.group_size_of(each) for each in config.trained_domains}
-    if len(set(sizes.values())) == 1:
-        (size,) = set(sizes.values())
-        return f"{rollouts} rollouts, {config.groups_per_step} groups of {size}"
-    unit = math.gcd(*sizes.values())
-    most = (rollouts - 1) // unit * unit + max(sizes.values())
-    groups = ", ".join(f"of {size} from {name}" for name, size in sizes.items())
-    return f"{rollouts} to {most} rollouts, about {config.groups_per_step} whole groups: {groups}"
-
-
-def _weight_history(config: RunConfig, knobs: Knobs) -> str:
-    """Describe the memory of past versions of the weights: about k / j are kept, since only every j-th is published."""
-    each = sum(file.stat().st_size for file in weight_files(config.model.resolved)) / 2**20
-    versions = math.ceil(knobs.k / (knobs.j or 1))
-    return (
-        f"{versions} versions of the weights, {versions * each:,.0f} MiB of the trainer's host memory and of each "
-        f"checkpoint ({knobs.k * each:,.0f} MiB at most, if engines join at every step)"
     )

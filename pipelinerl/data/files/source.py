@@ -218,7 +218,11 @@ class FilesRequest(NamedTuple):
 def open_files(request: SourceRequest) -> RowSource:
     """Open the source `files`. Raises `RecipeError`, which names file, row and field."""
     files, field_map, curriculum, by = parse_files_request(request)
-    indexed = {split: _indexed(_stamped(paths), field_map, by) for split, paths in files.items()}
+    indexed = {}
+    for split, paths in files.items():
+        stats = [(path, path.stat()) for path in paths]
+        stamped = tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats)
+        indexed[split] = _indexed(stamped, field_map, by)
     return source_of_rows(indexed, field_map, request, curriculum, by=by)
 
 
@@ -290,7 +294,10 @@ def source_of_rows(
         raise RecipeError(f"{request.where}: the {split} split of its files is empty ({summary}); {remedy}")
     sweep = chosen[:0]
     if split is Split.TRAIN and curriculum.order is not ProblemOrder.SHUFFLED:
-        rates = _rates(own.rows, field_map)
+        rates, fields = np.empty(len(own.rows)), {field_map.rate_field, field_map.rate_field.partition(".")[0]}
+        for number, row in enumerate(own.rows.scan(frozenset(fields))):
+            with placed(own.rows, number):
+                rates[number] = field_map.rate(row)
         sweep = chosen[curriculum.sweep(rates[chosen], seed=request.seed)]
     return RowSource(own, chosen, field_map, request, sweep=sweep, summary=summary)
 
@@ -316,14 +323,6 @@ def _chosen_rows(indexed: Mapping[Split, Indexed], split: Split) -> tuple[NDArra
 def prompts_of_rows(request: SourceRequest) -> Prompts:
     """Return the domain's prompt format without its template, since the `FieldMap` applies the template to rows."""
     return replace(request.prompts, template=None)
-
-
-def _rates(rows: DataRows, field_map: FieldMap) -> NDArray[np.float64]:
-    rates = np.empty(len(rows))
-    for number, row in enumerate(rows.scan(frozenset({field_map.rate_field, field_map.rate_field.partition(".")[0]}))):
-        with placed(rows, number):
-            rates[number] = field_map.rate(row)
-    return rates
 
 
 def index_of(rows: DataRows, field_map: FieldMap, by: SplitBy = SplitBy.PROMPT) -> Indexed:
@@ -421,11 +420,6 @@ def _layout(parameters: Mapping[str, Any], split: Split, where: str) -> Layout:
     if not isinstance(config, str):
         raise RecipeError(f"{where}.parameters.config must be the name of a configuration, got {config!r}")
     return layout_of(paths, config=config if split is Split.TRAIN else "", where=f"{where}.parameters.{key}")
-
-
-def _stamped(paths: Files) -> tuple[tuple[Path, int, int], ...]:
-    stats = [(path, path.stat()) for path in paths]
-    return tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats)
 
 
 @lru_cache(maxsize=_KEPT)

@@ -91,7 +91,10 @@ def write_new(directory: Path, *, model: Path, data: Path, prompt_field: str | N
         raise UserError(f"{data} has no rows; each row needs a prompt and an answer")
     prompt = _chosen("prompt", prompt_field, _PROMPTS, rows, data)
     is_conversation = prompt == "messages"
-    usual = (*_ANSWERS, prompt) if _is_answered(rows[0][prompt]) else _ANSWERS
+    first = rows[0][prompt]
+    last = first[-1] if isinstance(first, list) and first else None
+    is_answered = isinstance(last, dict) and last.get("role") == "assistant"
+    usual = (*_ANSWERS, prompt) if is_answered else _ANSWERS
     fields = FieldMap(
         prompt_field="" if is_conversation else prompt,
         messages_field=prompt if is_conversation else "",
@@ -126,12 +129,6 @@ def _chosen(what: str, named: str | None, usual: Sequence[str], rows: Sequence[d
     if field is None:
         raise UserError(f"no field of {data} looks like the {what}; set --{what}-field to one of {', '.join(there)}")
     return field
-
-
-def _is_answered(prompt: Any) -> bool:
-    """Return True if the prompt is a conversation that ends with the assistant's message."""
-    last = prompt[-1] if isinstance(prompt, list) and prompt else None
-    return isinstance(last, dict) and last.get("role") == "assistant"
 
 
 def _lengths(model: Path, fields: FieldMap, rows: Sequence[dict[str, Any]], data: Path) -> Lengths:

@@ -33,7 +33,10 @@ def knobs_set(run: Run, changes: Annotated[list[str], typer.Argument(help="knob=
     from pipelinerl.commands.remote import controller_of
 
     made: dict[str, str] = {}
-    for name, value in map(_assignment, changes):
+    for change in changes:
+        name, separator, value = (part.strip() for part in change.partition("="))
+        if not (separator and name):
+            raise RecipeError(f"expected knob=value, got {change!r}")
         if name in made:
             raise RecipeError(f"{name} is given twice, as {made[name]} and as {value}; give it once")
         made[name] = value
@@ -51,10 +54,3 @@ def _knob_lines(knobs: Mapping[str, Any], within: str = "") -> Iterator[str]:
             yield from _knob_lines(value, f"{within}{name}.")
         else:
             yield f"{within}{name} = {value}"
-
-
-def _assignment(text: str) -> tuple[str, str]:
-    name, separator, value = text.partition("=")
-    if not (separator and name.strip()):
-        raise RecipeError(f"expected knob=value, got {text!r}")
-    return name.strip(), value.strip()

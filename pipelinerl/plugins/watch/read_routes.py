@@ -99,7 +99,10 @@ def add_reading(app: FastAPI, pages: Pages) -> None:
         x: Axis = "step",
         points: _Points = 500,
     ) -> Response:
-        chosen = _chosen(pages, runs)
+        numbers = list(dict.fromkeys(runs.split(","))) if runs else []
+        if not all(number.isdigit() and len(number) < 6 for number in numbers):
+            raise HTTPException(422, f"runs must be numbers of runs with commas between them, got {runs!r}")
+        chosen = [pages.of(int(number)) for number in numbers] or pages.all
         overlays = [_overlaid(watched, _names(metrics), x, points) for watched in chosen]
         recipes = [watched.recipe() for watched in chosen]
         made = [watched.settings_made() for watched in chosen]
@@ -213,29 +216,6 @@ def _columns(rows: StepRows) -> dict[str, dict[str, list[float | None]]]:
     return {name: {part: column[name] for part, column in parts.items()} for name in rows.means}
 
 
-def _chosen(pages: Pages, runs: str) -> list[WatchedRun]:
-    if not runs:
-        return list(pages.all)
-    numbers = runs.split(",")
-    if not all(number.isdigit() and len(number) < 6 for number in numbers):
-        raise HTTPException(422, f"runs must be numbers of runs with commas between them, got {runs!r}")
-    return [pages.of(int(number)) for number in dict.fromkeys(numbers)]
-
-
-def _summary(watched: WatchedRun) -> dict[str, Any]:
-    view = watched.view
-    last = view.recent[-1] if view.recent else {}
-    return {
-        "state": watched.state,
-        "started": view.started.get("time"),
-        "elapsed_s": view.newest.get("elapsed_s"),
-        "step": view.step,
-        "reward": last.get("reward"),
-        "accuracies": {name: event.get("accuracy") for name, event in view.evaluations.items()},
-        "usage": {role: msgspec.to_builtins(usage) for role, usage in usage_by_role(watched.run_dir).items()},
-    }
-
-
 def _held_out(watched: WatchedRun, rows: StepRows, axis: Axis) -> dict[str, dict[str, list[Any]]]:
     """Return the accuracies of each evaluation set over the axis; samples are interpolated between steps."""
     curves: dict[str, dict[str, list[Any]]] = {}
@@ -257,7 +237,18 @@ def _held_out(watched: WatchedRun, rows: StepRows, axis: Axis) -> dict[str, dict
 def _overlaid(watched: WatchedRun, metrics: Sequence[str], axis: Axis, points: int) -> dict[str, Any]:
     with watched.lock:
         rows = watched.view.steps.rows(metrics, points=points)
-        facts = {**_summary(watched), "held_out": _held_out(watched, rows, axis)}
+        view, usage = watched.view, usage_by_role(watched.run_dir)
+        last = view.recent[-1] if view.recent else {}
+        facts = {
+            "state": watched.state,
+            "started": view.started.get("time"),
+            "elapsed_s": view.newest.get("elapsed_s"),
+            "step": view.step,
+            "reward": last.get("reward"),
+            "accuracies": {name: event.get("accuracy") for name, event in view.evaluations.items()},
+            "usage": {role: msgspec.to_builtins(each) for role, each in usage.items()},
+            "held_out": _held_out(watched, rows, axis),
+        }
     columns, x = _columns(rows), rows.places[_PLACES[axis]]
     # A reward stands where its version was the newest, not at the step that trained on it.
     ends = np.array([[0.0, *rows.places["step"]], [0.0, *x]])

@@ -96,7 +96,12 @@ class RunView:
             case "step":
                 rewound = self._take_step(event)
             case "publish":
-                self._take_publication(event)
+                pause, failed = event.get("pause_s"), event.get("failed")
+                if isinstance(pause, float):
+                    self.pauses_s.append(pause)
+                for url, engine in self.engines.items():
+                    if engine["state"] == "healthy" and not (isinstance(failed, dict) and url in failed):
+                        engine["version"] = whole(event, "model_version")
             case "run_started":
                 self.started, self.ended = self.started or event, None
                 self.engines.clear()
@@ -145,15 +150,6 @@ class RunView:
             self.given_up.append(self.given_up_now)
             self.given_up_now = 0
         return rewound
-
-    def _take_publication(self, event: Event) -> None:
-        pause, version = event.get("pause_s"), whole(event, "model_version")
-        if isinstance(pause, float):
-            self.pauses_s.append(pause)
-        failed = event.get("failed")
-        for url, engine in self.engines.items():
-            if engine["state"] == "healthy" and not (isinstance(failed, dict) and url in failed):
-                engine["version"] = version
 
     def _take_engine(self, lifecycle: str, event: Event) -> None:
         url = cut(event.get("url", ""))

@@ -78,11 +78,7 @@ async def test_other_http_clients_send_their_token_and_ignore_the_proxy_in_the_e
 
 
 def test_http_session_times_out_if_the_server_does_not_answer():
-    with (
-        peer(b"") as (url, _),
-        http_client.session(url, timeout_s=0.2) as http,
-        pytest.raises(httpx.ReadTimeout),
-    ):
+    with peer(b"") as (url, _), http_client.session(url, timeout_s=0.2) as http, pytest.raises(httpx.ReadTimeout):
         http.get("/")
 
 

@@ -228,12 +228,6 @@ class EngineReplaced(EngineLeaving):
     type: _Text
 
 
-class RunEnding(BaseModel):
-    """Request to end a run: stop the run, or suspend it so that it can be resumed."""
-
-    suspend: bool = False
-
-
 def add_steering(app: FastAPI, pages: Pages) -> None:
     """Add the routes that change a run to `app`."""
 
@@ -243,9 +237,9 @@ def add_steering(app: FastAPI, pages: Pages) -> None:
         return refusal(status, str(error), code=code)
 
     @app.post("/api/stop")
-    def stop(ending: RunEnding, number: RunNumber = 0) -> Response:
+    def stop(suspend: Annotated[bool, Body(embed=True)] = False, number: RunNumber = 0) -> Response:
         with pages.of(number).steering.changing() as controller:
-            (controller.suspend if ending.suspend else controller.stop)()
+            (controller.suspend if suspend else controller.stop)()
         return answer({"state": "stopping"})
 
     @app.get("/api/knobs")

@@ -333,11 +333,7 @@ def test_answer_field_that_names_the_conversation_takes_its_last_message(write, 
         ({"messages": [{"role": "user", "content": " "}]}, {}, 'field "messages" is empty'),
         ({"messages": []}, {}, "field 'messages' must be a text, or mess"),
         ({"messages": [{"role": "bot", "content": "x"}]}, {}, "field 'messages' must be a text, or mess"),
-        (
-            {"messages": [{"role": "assistant", "content": "y"}]},
-            {},
-            "field 'messages' ends with the assistant's",
-        ),
+        ({"messages": [{"role": "assistant", "content": "y"}]}, {}, "field 'messages' ends with the assistant's"),
     ],
 )
 @pytest.mark.parametrize(

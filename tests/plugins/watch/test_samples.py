@@ -36,13 +36,7 @@ def printed_by(*arguments):
 GROUPS = (
     group(1, answer("first", reward=0.25, advantage=-0.5), answer("second", reward=0.75), tags=("easy",)),
     group(2, answer("third", reward=0.5, reason="because", parts=(("format", 1.0),), shaped=0.4, trained=True)),
-    group(
-        2,
-        answer("fourth", finish_reason="length"),
-        kind=SampleKind.FILTERED,
-        why="no signal",
-        filtered={"no signal": 3},
-    ),
+    group(2, answer("fourth", finish_reason="length"), kind=SampleKind.FILTERED, why="-", filtered={"no signal": 3}),
     group(2, answer("fifth"), kind=SampleKind.EVALUATION),
 )
 
@@ -67,11 +61,8 @@ def test_samples_command_shows_all_known_facts_of_a_sample(tmp_path):
     [
         ([], ["first", "second", "third"]),
         (["--limit", "1"], ["third"]),
-        (["--worst"], ["first", "third", "second"]),
         (["--best", "--limit", "2"], ["second", "third"]),
-        (["--tag", "easy"], ["first", "second"]),
-        (["--domain", "words", "--step", "1"], ["first", "second"]),
-        (["--filtered"], ["fourth"]),
+        (["--tag", "easy", "--worst", "--domain", "words", "--step", "1"], ["first", "second"]),
         (["--filtered", "--truncated"], ["fourth"]),
         (["--evaluation"], ["fifth"]),
     ],

@@ -202,13 +202,13 @@ export function sheet(canvas, width, height) {
   return paper;
 }
 
-// The page's colours by name, read once for all plots of a theme.
+// The page's colours by name, read once for a theme.
 let palette = new Map();
 onTheme(() => {
   palette = new Map();
 });
 
-function colour(name) {
+export function colour(name) {
   if (!palette.has(name)) {
     palette.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
   }

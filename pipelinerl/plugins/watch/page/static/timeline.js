@@ -4,7 +4,7 @@
 import { byKey, moved, zoomed } from "./charts.js";
 import { duration, number, percent, words } from "./format.js";
 import { useAnswer } from "./live.js";
-import { colours, draw, heightOf, partAt } from "./timeline_canvas.js";
+import { draw, heightOf, partAt } from "./timeline_canvas.js";
 import { onTheme } from "./theme.js";
 import { html, Table, useEffect, useMemo, useRef, useState } from "./view.js";
 
@@ -34,28 +34,18 @@ export function Timeline({ run, facts }) {
     <${WindowTables} data=${data} /></div>`;
 }
 
-// View state outside of the components, because it changes with every wheel event.
-function viewer() {
-  return { range: null, data: null, look: null, frame: 0, pointer: null, following: true };
-}
-
 function Lanes({ data, live, ask }) {
   const canvas = useRef(null);
   const tip = useRef(null);
-  const view = useMemo(viewer, []);
+  // State that changes with every wheel event, without a redraw of the components.
+  const view = useMemo(() => ({ range: null, data: null, frame: 0, following: true }), []);
   const [following, setFollowing] = useState(true);
   const all = [0, Math.max(data.end, LEAST_S)];
   const paint = () => {
     if (view.frame) return;
     view.frame = requestAnimationFrame(() => {
       view.frame = 0;
-      if (canvas.current)
-        draw(
-          canvas.current,
-          view.data,
-          view.range ?? [0, Math.max(view.data.end, LEAST_S)],
-          (view.look ??= colours()),
-        );
+      if (canvas.current) draw(canvas.current, view.data, view.range ?? [0, Math.max(view.data.end, LEAST_S)]);
     });
   };
   const show = (range, follow = view.following) => {
@@ -82,10 +72,7 @@ function Lanes({ data, live, ask }) {
     tip.current.textContent = HOW;
     const sized = new ResizeObserver(paint);
     sized.observe(element);
-    const leave = onTheme(() => {
-      view.look = null;
-      paint();
-    });
+    const leave = onTheme(paint);
     const forget = handle(element, view, show, (text) => {
       tip.current.textContent = text;
     });

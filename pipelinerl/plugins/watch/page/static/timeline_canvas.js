@@ -1,7 +1,7 @@
 // Draws the lanes on a canvas. Versions cycle through eight colours. Spans narrower than a pixel are drawn one pixel wide,
 // with an opacity of their busy share.
 import { duration, number, words } from "./format.js";
-import { firstFrom, sheet } from "./plot.js";
+import { colour, firstFrom, sheet } from "./plot.js";
 import { visible } from "./view.js";
 
 const LANE = 26;
@@ -27,13 +27,6 @@ const LOOKS = {
   stall: { hue: 7, high: 0.7 },
 };
 const ROLLOUTS = "rollouts";
-
-export function colours() {
-  const style = getComputedStyle(document.documentElement);
-  const hues = Array.from({ length: 8 }, (_, at) => [`c${at + 1}`, `v${at}`]).flat();
-  const names = ["ink", "soft", "line", "edge", "card", "sunk", "bad", "bad-wash", ...hues];
-  return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
-}
 
 // Packs rollouts into as few rows as possible without overlap; cached in the data because every drawing needs it.
 function packed(data) {
@@ -62,7 +55,7 @@ export function heightOf(data) {
   return AXIS + data.lanes.length * LANE + (rows ? Math.max(LANE, rows * ROW + 8) : 0) + 4;
 }
 
-export function draw(canvas, data, range, look) {
+export function draw(canvas, data, range) {
   const { clientWidth: width, clientHeight: height } = canvas;
   const paper = sheet(canvas, width, height);
   const left = width < 520 ? 76 : 148;
@@ -72,7 +65,6 @@ export function draw(canvas, data, range, look) {
     width: width - left,
     low: range[0],
     scale: (width - left) / (range[1] - range[0]),
-    look,
     right: width,
   };
   canvas.plotted = { left, width: plot.width };
@@ -82,7 +74,7 @@ export function draw(canvas, data, range, look) {
   drawMarks(plot, data.marks, height);
 }
 
-function drawAxis({ paper, left, width, low, scale, look, right }, [from, to], height) {
+function drawAxis({ paper, left, width, low, scale, right }, [from, to], height) {
   const least = (90 / width) * (to - from);
   const power = 10 ** Math.floor(Math.log10(least));
   const nice =
@@ -94,34 +86,34 @@ function drawAxis({ paper, left, width, low, scale, look, right }, [from, to], h
   paper.textBaseline = "middle";
   for (let at = Math.ceil(from / each) * each; at <= to; at += each) {
     const x = left + (at - low) * scale;
-    paper.fillStyle = look.line;
+    paper.fillStyle = colour("line");
     paper.fillRect(Math.round(x), AXIS - 4, 1, height - AXIS);
-    paper.fillStyle = look.soft;
+    paper.fillStyle = colour("soft");
     const text = each < 1 ? `${number(at, 6)} s` : duration(Math.round(at * 10) / 10);
     if (x + 4 + paper.measureText(text).width < right) paper.fillText(text, x + 4, 10);
   }
 }
 
 function drawLane(plot, lane, top) {
-  const { paper, left, look } = plot;
+  const { paper, left } = plot;
   paper.font = FONT;
   paper.textBaseline = "middle";
-  paper.fillStyle = look.sunk;
+  paper.fillStyle = colour("sunk");
   paper.fillRect(left, top + 3, plot.width, BAR + 2);
   for (const track of lane.tracks) drawTrack(plot, track, top + 4);
   drawName(plot, lane.kind === "engine" ? lane.lane.replace(/^https?:\/\//, "") : lane.lane, top + 4 + BAR / 2);
 }
 
-function drawName({ paper, left, look }, name, middle) {
+function drawName({ paper, left }, name, middle) {
   paper.clearRect(0, middle - LANE / 2, left, LANE);
   paper.font = FONT;
-  paper.fillStyle = look.ink;
+  paper.fillStyle = colour("ink");
   let text = visible(String(name)).slice(0, 60);
   while (text.length > 1 && paper.measureText(text).width > left - 10) text = `${text.slice(0, -2)}…`;
   paper.fillText(text, 2, middle);
 }
 
-function drawTrack({ paper, left, low, scale, look, right }, track, top) {
+function drawTrack({ paper, left, low, scale, right }, track, top) {
   const shape = LOOKS[track.kind] ?? { fill: "edge", high: 0.5 };
   const height = Math.round(BAR * shape.high);
   const y = top + BAR - height;
@@ -135,22 +127,22 @@ function drawTrack({ paper, left, low, scale, look, right }, track, top) {
     const named = wide > NAMED && height === BAR && count[at] === 1 && !shape.thin;
     const hue = shape.hue ?? 1 + (Math.abs(value[at] ?? 0) % 8);
     paper.globalAlpha = Math.max(0.25, Math.min(1, share) * Math.min(1, (end[at] - start[at]) * scale));
-    paper.fillStyle = look[shape.fill ?? (named ? `v${hue - 1}` : `c${hue}`)];
+    paper.fillStyle = colour(shape.fill ?? (named ? `v${hue - 1}` : `c${hue}`));
     paper.fillRect(from, y, wide, height);
     if (named && !shape.fill) {
-      paper.fillStyle = look[`c${hue}`];
+      paper.fillStyle = colour(`c${hue}`);
       paper.fillRect(from, y + height - 3, wide, 3);
     }
     paper.globalAlpha = 1;
     if (wide > 6) {
-      paper.fillStyle = look.card;
+      paper.fillStyle = colour("card");
       paper.fillRect(to - 1, y, 1, height);
     }
-    if (named) label(paper, track, at, from, wide, y + height / 2, look);
+    if (named) label(paper, track, at, from, wide, y + height / 2);
   }
 }
 
-function label(paper, track, at, from, wide, middle, look) {
+function label(paper, track, at, from, wide, middle) {
   const name =
     track.kind === "serves" && track.value[at] >= 0
       ? `v${track.value[at]}`
@@ -161,14 +153,14 @@ function label(paper, track, at, from, wide, middle, look) {
           : visible(track.note[at] ?? "");
   paper.font = NARROW;
   if (paper.measureText(name).width > wide - 8) return;
-  paper.fillStyle = track.kind === "away" ? look.bad : look.ink;
+  paper.fillStyle = track.kind === "away" ? colour("bad") : colour("ink");
   paper.fillText(name, from + 4, middle + 0.5);
 }
 
 function drawRollouts(plot, data, top) {
   const { rows, count } = packed(data);
   if (!count) return;
-  const { paper, left, low, scale, look, right } = plot;
+  const { paper, left, low, scale, right } = plot;
   const { claimed, sampled, verified, trained, spans } = data.groups;
   const bar = (from, to, y, high, fill) => {
     const a = Math.max(left, left + (from - low) * scale);
@@ -184,21 +176,21 @@ function drawRollouts(plot, data, top) {
     const each = ((sampled[at] ?? claimed[at]) - claimed[at]) / tokens;
     let from = claimed[at];
     for (const [version, length] of spans[at]) {
-      bar(from, from + each * length, y, ROW - 1, look[`c${1 + (Math.abs(version) % 8)}`]);
+      bar(from, from + each * length, y, ROW - 1, colour(`c${1 + (Math.abs(version) % 8)}`));
       from += each * length;
     }
-    if (verified[at] !== null) bar(sampled[at], verified[at], y, ROW - 1, look.ink);
-    if (trained[at] !== null && verified[at] !== null) bar(verified[at], trained[at], y + 2, 1, look.edge);
+    if (verified[at] !== null) bar(sampled[at], verified[at], y, ROW - 1, colour("ink"));
+    if (trained[at] !== null && verified[at] !== null) bar(verified[at], trained[at], y + 2, 1, colour("edge"));
   }
   drawName(plot, ROLLOUTS, top + 4 + BAR / 2);
   paper.clearRect(0, top + LANE, left, count * ROW);
 }
 
-function drawMarks({ paper, left, low, scale, look, right }, marks, height) {
+function drawMarks({ paper, left, low, scale, right }, marks, height) {
   for (const [at, kind] of marks) {
     const x = left + (at - low) * scale;
     if (x < left || x > right) continue;
-    paper.fillStyle = /lost|failed|alarm$|stalled/.test(kind) ? look.bad : look.soft;
+    paper.fillStyle = /lost|failed|alarm$|stalled/.test(kind) ? colour("bad") : colour("soft");
     paper.fillRect(Math.round(x), AXIS - 5, 1.5, height - AXIS);
     paper.beginPath();
     paper.arc(Math.round(x) + 0.5, AXIS - 5, 3, 0, 7);

@@ -12,12 +12,7 @@ from inference_contract.weights import Backend
 from pipelinerl import registry
 from pipelinerl.commands.findings.learning import objective_findings, step_findings
 from pipelinerl.commands.findings.problems import MOST, prompt_findings, refuse_problems, verifier_findings
-from pipelinerl.commands.findings.trials import (
-    called_by_place,
-    filter_tried,
-    tool_format,
-    verifier_tried,
-)
+from pipelinerl.commands.findings.trials import called_by_place, filter_tried, tool_format, verifier_tried
 from pipelinerl.component import EngineComponent, TrainerComponent, imported
 from pipelinerl.config.domains import DomainSection
 from pipelinerl.config.recipe import RunConfig

@@ -58,7 +58,7 @@ class ProcessLog:
         return without_secrets(json.dumps(fields, default=str))
 
 
-def configure(*, run: str, role: str, stream: TextIO | None = None, level: int = logging.INFO) -> ProcessLog:
+def configure(*, run: str, role: str, stream: TextIO | None = None) -> ProcessLog:
     """Make all loggers of this process write JSON lines to `stream` (default stderr), and nowhere else."""
     log = ProcessLog(run, role)
     handler = logging.StreamHandler(stream or sys.stderr)
@@ -69,9 +69,9 @@ def configure(*, run: str, role: str, stream: TextIO | None = None, level: int =
     for old in list(root.handlers):
         root.removeHandler(old)
     root.addHandler(handler)
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
     for name in _TALKATIVE:
-        logging.getLogger(name).setLevel(max(level, logging.WARNING))
+        logging.getLogger(name).setLevel(logging.WARNING)
     logging.captureWarnings(True)
     return log
 

@@ -230,15 +230,14 @@ class RunHistory:
     def by_step(self, field: str) -> Series:
         return self.series(self.steps, field, x="step")
 
-    def by_sampling_version(self, field: str = "reward") -> Series:
-        """Return a metric of the trained answers as a series over the model version that sampled them.
+    def by_sampling_version(self) -> Series:
+        """Return the reward of the trained answers as a series over the model version that sampled them.
 
-        A step's batch was sampled by older weights than those that it trains, so the step says nothing about its own
-        version. The metric stands at the mean version of the judged answers' tokens (`sampled_version`). The version of
-        the first token would flatter in-flight updates, since newer weights sampled the rest. Logs of older versions of
-        the project report only the age of the oldest token, which is used instead.
+        A step's batch was sampled by older weights than those that it trains. The reward stands at the mean version of
+        the judged answers' tokens: that of the first token would flatter in-flight updates, since newer weights sampled
+        the rest. Logs of older versions of the project report only the age of the oldest token, which is used instead.
         """
-        return self.series(placed_by_version(self.steps), field, x="sampled_version")
+        return self.series(placed_by_version(self.steps), "reward", x="sampled_version")
 
     def update_ms(self, field: str) -> Series:
         """Return a field of the `publish` events, in milliseconds, as a series over the model version."""

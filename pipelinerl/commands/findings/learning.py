@@ -16,9 +16,7 @@ from pipelinerl.engines.http.engine_teacher import TEACHER_TOKEN, EngineTeacher
 from pipelinerl.engines.http.openai_client import models_at
 from pipelinerl.enums import OldLogprobs, Overdue
 from pipelinerl.errors import AddressError, EngineUnreachable, RecipeError
-from pipelinerl.models.checkpoint import (
-    weight_files,
-)
+from pipelinerl.models.checkpoint import weight_files
 from pipelinerl.models.tokenizer import ChatTokenizer
 from pipelinerl.objective.contradictions import doubts
 from pipelinerl.objective.presets import differing, preset_of, resolve, slot_lines

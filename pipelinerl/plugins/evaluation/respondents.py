@@ -15,8 +15,9 @@ import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, NamedTuple
 
 from inference_contract.engine import Engine
 from inference_contract.errors import ContractError
@@ -43,17 +44,15 @@ from pipelinerl.types import Answered, PromptOrder
 _V1: Final = "/v1"
 
 
-class Respondent(Protocol):
-    """Source of the samples that a prompt order requests: an engine or a server."""
+class Respondent(NamedTuple):
+    """Source of the samples that a prompt order requests: an engine or a server.
 
-    async def samples(self, order: PromptOrder) -> list[TextAnswer]:
-        """Return all samples that `order` requests; raise `ContractError` or `PipelineError` if the request fails."""
-        ...
+    `samples` returns all samples of an order, or raises `ContractError` or `PipelineError`. `sampler` plays episodes,
+    and is None if answers have no token ids, which episodes need.
+    """
 
-    @property
-    def sampler(self) -> Sampler | None:
-        """The sampler that plays episodes; None if answers have no token ids, which episodes need."""
-        ...
+    samples: Callable[[PromptOrder], Awaitable[list[TextAnswer]]]
+    sampler: Sampler | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,17 +133,19 @@ async def respondent(
     """
     if target.model is not None:
         async with _made_here(_with_model(config, target.model)) as engine:
-            yield _OfTheContract(engine.complete)
+            here = _OfTheContract(engine.complete)
+            yield Respondent(here.samples, here)
         return
     cards = await models_at(target.url, token=token)
     deadline_s = config.actor.timeout_s
     if "layout_id" in cards[0]:
         async with EngineClient(token=token) as client:
-            yield _OfTheContract(EnginePool(client, [target.url], deadline_s=deadline_s).complete)
+            there = _OfTheContract(EnginePool(client, [target.url], deadline_s=deadline_s).complete)
+            yield Respondent(there.samples, there)
         return
-    server = OpenAIServer(target.url, model=model or cards[0]["id"], token=token, deadline_s=deadline_s)
-    async with server:
-        yield _OfText(server)
+    name = model or cards[0]["id"]
+    async with OpenAIServer(target.url, model=name, token=token, deadline_s=deadline_s) as server:
+        yield Respondent(partial(_texts, server))
 
 
 def _with_model(config: RunConfig, model: Path) -> RunConfig:
@@ -171,14 +172,10 @@ async def _made_here(config: RunConfig) -> AsyncIterator[Engine]:
 
 
 class _OfTheContract:
-    """Respondent for an engine of this project: one request returns all samples of a problem, as in an actor."""
+    """Samples of an engine of this project: one request returns all samples of a problem, as in an actor."""
 
     def __init__(self, complete: Callable[[ChatCompletionRequest], Awaitable[Answered | ChatCompletion]]) -> None:
         self._complete = complete
-
-    @property
-    def sampler(self) -> Sampler:
-        return self
 
     async def complete(
         self,
@@ -203,23 +200,11 @@ class _OfTheContract:
         ]
 
 
-class _OfText:
-    """Respondent for a server that returns only text; the server receives one request per sample."""
-
-    def __init__(self, server: OpenAIServer) -> None:
-        self._server = server
-
-    @property
-    def sampler(self) -> None:
-        """None: episodes need token ids, and this server's answers have only text."""
-        return None
-
-    async def samples(self, order: PromptOrder) -> list[TextAnswer]:
-        async with asyncio.TaskGroup() as group:
-            requests = [
-                group.create_task(
-                    self._server.sample(order.problem.messages, order.sampling, seed=rng.key(order.seed, sample))
-                )
-                for sample in range(order.sampling.num_samples)
-            ]
-        return [each.result() for each in requests]
+async def _texts(server: OpenAIServer, order: PromptOrder) -> list[TextAnswer]:
+    """Return the samples of a server that returns only text; it receives one request per sample."""
+    async with asyncio.TaskGroup() as group:
+        requests = [
+            group.create_task(server.sample(order.problem.messages, order.sampling, seed=rng.key(order.seed, sample)))
+            for sample in range(order.sampling.num_samples)
+        ]
+    return [each.result() for each in requests]

@@ -226,14 +226,6 @@ def test_command_knobs_set_accepts_only_arguments_of_the_form_name_equals_value(
     assert "the controller at http://127.0.0.1:1 does not answer" in pipelinerl("knobs", "set", "run", "k=3").err
 
 
-def test_command_line_can_be_run_as_python_m_pipelinerl_cli():
-    """The launcher starts processes in this way."""
-    command = [sys.executable, "-m", "pipelinerl.cli", "status", "/nope"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("pipelinerl: /nope has no live run")
-
-
 def commands(group, path="pipelinerl"):
     if not hasattr(group, "commands"):
         yield path, group

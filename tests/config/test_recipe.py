@@ -11,7 +11,6 @@ from pipelinerl.config import recipe as config
 from pipelinerl.config.recipe import load, parse, save, to_table
 from pipelinerl.errors import RecipeError
 from pipelinerl.objective.reward import NormalizationScope, RewardShaping
-from pipelinerl.staleness import StalenessBounds
 from trainer_contract.types import Precision
 
 MINIMAL = {"model": {"path": "m"}, "domains": [{"name": "d", "source": "addition"}]}
@@ -28,15 +27,6 @@ def test_launcher_starts_parameter_servers_if_weights_are_pulled_and_the_recipe_
     assert config.load("tiny", pulled).servers_to_start == 3
     assert config.load("tiny", [*pulled, "parameter_server.shards=2"]).servers_to_start == 6
     assert config.load("tiny", [*pulled, 'parameter_server.urls=["http://a:1"]']).servers_to_start == 0
-
-
-def test_derived_recipe_overrides_single_keys_of_its_base(tmp_path):
-    (tmp_path / "first.toml").write_text('base = "tiny"\n[run]\nsteps = 5\n[staleness]\nk = 7\n')
-    (tmp_path / "second.toml").write_text('base = "first.toml"\n[staleness]\nk = inf\n')
-    resolved, tiny = load(tmp_path / "second.toml", ["run.seed=3", "model.path=some where"]), load("tiny")
-    assert (resolved.run.steps, resolved.run.seed, resolved.model.path) == (5, 3, "some where")
-    assert resolved.staleness.bounds == StalenessBounds(tiny.staleness.bounds.j, math.inf)
-    assert resolved.domains == tiny.domains
 
 
 @pytest.mark.parametrize(

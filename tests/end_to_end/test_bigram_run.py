@@ -279,24 +279,3 @@ async def test_collapsed_run_continues_from_a_good_checkpoint_and_trains_each_pr
     ledger = resumed.state.account.ledger()
     assert len(set(orders)) == len(orders) == ledger["trained"] == STEPS * 8
     assert ledger["issued"] == sum(count for category, count in ledger.items() if category != "issued")
-
-
-async def test_interrupted_run_resumes_from_its_checkpoint_and_trains_each_prompt_once(tmp_path, model):
-    """The resumed run starts with an empty stream, new roles and a new engine."""
-    roles = {"controller": new_controller(), "stream": MemoryStream()}
-    with served(model) as url:
-        await run(tmp_path, model, url, **roles, until=lambda controller: controller.state.version >= 14)
-    latest = CheckpointStore(tmp_path / "checkpoints", keep=2, model_directory=model).latest()
-    assert latest is not None
-    cut_off = latest[1].model_version
-    assert cut_off in (10, 20), "on a busy machine it gets further before it is seen"
-    resumed = new_controller()
-    resumed.state.resume(latest[1].controller, step=cut_off)
-    with served(model) as url:
-        events = await run(tmp_path, model, url, controller=resumed, stream=MemoryStream(), restored=latest)
-    after = [event["step"] for event in events if event["kind"] == "step"]
-    assert after[cut_off - STEPS :] == list(range(cut_off + 1, STEPS + 1))
-    assert resumed.state.epoch == 2
-    ledger = resumed.state.account.ledger()
-    assert ledger["trained"] == STEPS * 8
-    assert ledger["issued"] == sum(count for category, count in ledger.items() if category != "issued")

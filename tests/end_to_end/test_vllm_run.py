@@ -68,26 +68,13 @@ def test_run_with_a_stock_vllm_server_learns_its_task(tmp_path):
             _has_learned(run)
 
 
-# --- swaps ------------------------------------------------------------------------------------------------------------
-
-
-def _swapped(directory, *, times):
-    """Assert that a run loses nothing while its engine alternates between vLLM and torch."""
+@pytest.mark.slow
+def test_torch_engine_is_replaced_by_vllm_and_back_under_load(tmp_path):
+    directory = tmp_path / "run"
     endless = ("run.steps=100000", "staleness.k=8", "model.path=shipped:tiny_speller_heads32", "launch.restarts=1000")
     with launched(new_run(directory, *endless, "launch.start_timeout_s=600"), directory) as run:
         until_serving(run, "engine-0")
-        swap_to_and_fro(run, ["vllm", "torch"], times=times)
+        swap_to_and_fro(run, ["vllm", "torch"], times=2)
         subprocess.run([*CLI, "stop", str(directory)], check=True, capture_output=True, timeout=PATIENCE_S)
         assert run.end(120) == 0, run.story()
     assert_nothing_lost(run)
-
-
-@pytest.mark.slow
-def test_torch_engine_is_replaced_by_vllm_and_back_under_load(tmp_path):
-    _swapped(tmp_path / "run", times=2)
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(7200)
-def test_twenty_swaps_of_torch_and_vllm_engines_lose_no_rollouts(tmp_path):
-    _swapped(tmp_path / "run", times=20)

@@ -20,25 +20,17 @@ class NumberedAnswer(msgspec.Struct, frozen=True):
     number: int
 
 
-def test_answer_log_keeps_earlier_answers_and_appends_new_ones(tmp_path):
-    path = tmp_path / "deep" / "answers.jsonl"
-    for begun in (0, 2, 4):
-        with answer_log(path, ASKED, NumberedAnswer) as log:
-            assert log.answers == [NumberedAnswer(number) for number in range(begun)]
-            for number in (begun, begun + 1):
-                log.add(NumberedAnswer(number))
-            assert path.read_bytes().count(b"\n") == 1 + begun + 2, "an answer is written before it is counted"
-
-
-@pytest.mark.parametrize("cut", range(1, 60))
+@pytest.mark.parametrize("cut", range(60))
 def test_answer_log_cut_off_at_any_byte_keeps_its_complete_answers(tmp_path, cut):
-    path = tmp_path / "answers.jsonl"
+    path = tmp_path / "deep" / "answers.jsonl"
     with answer_log(path, ASKED, NumberedAnswer) as log:
         for number in (0, 1):
             log.add(NumberedAnswer(number))
+            assert path.read_bytes().count(b"\n") == 2 + number, "an answer is written before it is counted"
     whole = path.read_bytes()
-    path.write_bytes(whole[:-cut])
-    kept = max(0, whole[:-cut].count(b"\n") - 1)
+    left = whole[: len(whole) - cut]
+    path.write_bytes(left)
+    kept = max(0, left.count(b"\n") - 1)
     with answer_log(path, ASKED, NumberedAnswer) as log:
         assert log.answers == [NumberedAnswer(number) for number in range(kept)]
         for number in range(kept, 2):

@@ -91,9 +91,3 @@ def test_disk_space_that_a_resumed_run_already_uses_is_not_required_again(tmp_pa
     assert "checkpoint.keep=1" in sentence
     (place / "weights").write_bytes(b"0" * 1000)
     assert not [*disk.disk_faults(config, predicted, place)]
-
-
-def test_default_groups_in_flight_contain_four_times_as_many_rollouts_as_engines_sample_at_once():
-    sizes = ("engine.slots=64", "engine.count=3", "actor.count=2", "sampling.group_size=8")
-    assert load("tiny", sizes).groups_in_flight == 4 * 3 * 64 // (8 * 2)
-    assert load("tiny", [*sizes, "actor.groups_in_flight=5"]).groups_in_flight == 5

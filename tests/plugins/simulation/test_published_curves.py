@@ -55,94 +55,66 @@ _CONTEXT: Final = 16_384
 _RECOMPUTED: Final = 5 / 3
 
 
-def heavy_tailed(mean, sigma, most):
-    """Return a log-normal distribution of lengths, with this mean before lengths are truncated to `most`."""
-    return HeavyTailedLengths(mean * math.exp(-(sigma**2) / 2), sigma, most)
+H100: Final = published_hardware("h100:7b")
+#: Log-normal lengths with the mean `_MEAN_TOKENS` before they are truncated to `_MOST_TOKENS`.
+LENGTHS: Final = HeavyTailedLengths(_MEAN_TOKENS * math.exp(-1 / 2), 1.0, _MOST_TOKENS)
+_IN_FLIGHT: Final = {"bounds": StalenessBounds(1, math.inf), "on_update": OnUpdate.CONTINUE}
 
 
-def conventional(lengths, *, steps, table, batches=32):
-    """Simulate conventional RL: all GPUs generate `batches` batches, then all train on them."""
-    times = table.times(engine_devices=1, trainer_devices=_GPUS, rows=_ROWS, context=mean_context(lengths, _PROMPT))
-    return simulate(
-        SimulatedSetting(
-            steps=steps,
-            engines=_GPUS,
-            slots=_ROWS,
-            bounds=StalenessBounds(1, 1),
-            on_update=OnUpdate.DRAIN,
-            rollouts_per_step=_BATCH * batches,
-            mini_batches=batches,
-            group_size=_GROUP,
-            lengths=lengths,
-            prompt_tokens=_PROMPT,
-            groups_in_flight=_BATCH * batches,
-            max_groups=_BATCH * batches,
-        ),
-        times,
-    )
+def on_h100s(table, *, engines, trainers, rows, context, **setting):
+    """Simulate a run whose engines take one GPU each."""
+    times = table.times(engine_devices=1, trainer_devices=trainers, rows=rows, context=context)
+    return simulate(SimulatedSetting(engines=engines, slots=rows, **setting), times)
 
 
-def in_flight(lengths, *, steps, table):
+def in_batches(batch, batches):
+    """Return the settings of a run that generates `batches` batches before it trains on them."""
+    sizes = dict.fromkeys(("rollouts_per_step", "groups_in_flight", "max_groups"), batch * batches)
+    return {"bounds": StalenessBounds(1, 1), "on_update": OnUpdate.DRAIN, "mini_batches": batches} | sizes
+
+
+_RUN: Final = {
+    "rows": _ROWS,
+    "prompt_tokens": _PROMPT,
+    "group_size": _GROUP,
+    "lengths": LENGTHS,
+    "context": mean_context(LENGTHS, _PROMPT),
+}
+
+
+def conventional(*, steps):
+    """Simulate conventional RL: all GPUs generate 32 batches, then all train on them."""
+    return on_h100s(H100, steps=steps, engines=_GPUS, trainers=_GPUS, **_RUN, **in_batches(_BATCH, 32))
+
+
+def in_flight(*, steps):
     """Simulate in-flight updates: 48 GPUs generate while 80 train.
 
     The paper's algorithm 2 keeps the rows full by replacing each sequence that ends. Here a group is in flight
     until its longest answer ends, so four rollouts per row are kept in flight to fill the rows.
     """
-    times = table.times(
-        engine_devices=1, trainer_devices=_GPUS - _GENERATE, rows=_ROWS, context=mean_context(lengths, _PROMPT)
-    )
-    return simulate(
-        SimulatedSetting(
-            steps=steps,
-            engines=_GENERATE,
-            slots=_ROWS,
-            bounds=StalenessBounds(1, math.inf),
-            on_update=OnUpdate.CONTINUE,
-            rollouts_per_step=_BATCH,
-            group_size=_GROUP,
-            lengths=lengths,
-            prompt_tokens=_PROMPT,
-            groups_in_flight=4 * _GENERATE * _ROWS // _GROUP,
-        ),
-        times,
-    )
+    gpus = {"engines": _GENERATE, "trainers": _GPUS - _GENERATE}
+    waiting = {"rollouts_per_step": _BATCH, "groups_in_flight": 4 * _GENERATE * _ROWS // _GROUP}
+    return on_h100s(H100, steps=steps, **gpus, **_RUN, **_IN_FLIGHT, **waiting)
 
 
 def equal_lag(*, steps):
     """Simulate appendix A.4; return the tokens per flash of conventional RL and those of in-flight updates."""
-    table = published_hardware("h100:7b")
-    table = replace(table, accelerator=replace(table.accelerator, utilisation=_A4_UTILISATION))
+    table = replace(H100, accelerator=replace(H100.accelerator, utilisation=_A4_UTILISATION))
     flash_s = 2 * table.size.parameters / table.accelerator.flops
-    batches = _A4_LAG + 1
-    base = SimulatedSetting(
-        steps=2,
-        engines=_GPUS,
-        slots=_A4_ROWS,
-        bounds=StalenessBounds(1, 1),
-        on_update=OnUpdate.DRAIN,
-        rollouts_per_step=_A4_BATCH * batches,
-        mini_batches=batches,
-        group_size=1,
-        lengths=ObservedLengths(tuple(range(1, _MOST_TOKENS + 1))),
-        groups_in_flight=_A4_BATCH * batches,
-        max_groups=_A4_BATCH * batches,
-    )
-    piped = replace(
-        base,
-        steps=steps,
-        engines=_A4_GENERATE,
-        bounds=StalenessBounds(1, math.inf),
-        on_update=OnUpdate.CONTINUE,
-        rollouts_per_step=_A4_BATCH,
-        mini_batches=1,
-        groups_in_flight=2 * _A4_GENERATE * _A4_ROWS,
-        steps_ahead=math.inf,  # the appendix fixes the lag and keeps all rows busy
-    )
     # Like the appendix, ignore the cost of attention: in a context of 0 tokens it takes no time.
-    slow = simulate(base, table.times(engine_devices=1, trainer_devices=_GPUS, rows=_A4_ROWS, context=0))
-    fast = simulate(
-        piped, table.times(engine_devices=1, trainer_devices=_GPUS - _A4_GENERATE, rows=_A4_ROWS, context=0)
-    )
+    same = {
+        "rows": _A4_ROWS,
+        "context": 0,
+        "group_size": 1,
+        "lengths": ObservedLengths(tuple(range(1, _MOST_TOKENS + 1))),
+    }
+    slow = on_h100s(table, steps=2, engines=_GPUS, trainers=_GPUS, **same, **in_batches(_A4_BATCH, _A4_LAG + 1))
+    fast = on_h100s(
+        table, steps=steps, engines=_A4_GENERATE, trainers=_GPUS - _A4_GENERATE, **same, **_IN_FLIGHT,
+        rollouts_per_step=_A4_BATCH, groups_in_flight=2 * _A4_GENERATE * _A4_ROWS, max_groups=_A4_BATCH * (_A4_LAG + 1),
+        steps_ahead=math.inf,  # the appendix fixes the lag and keeps all rows busy
+    )  # fmt: skip
     return slow.tokens_per_s * flash_s, fast.tokens_per_s * flash_s
 
 
@@ -172,18 +144,13 @@ def rlax(cores, *, steps, bounds=(16, 32), trains=True):
     return simulate(setting, times)
 
 
-LENGTHS: Final = heavy_tailed(_MEAN_TOKENS, 1.0, _MOST_TOKENS)
-H100: Final = published_hardware("h100:7b")
-
-
 def test_simulated_engines_keep_all_rows_of_their_decode_batch_busy_with_in_flight_updates():
-    prediction = in_flight(LENGTHS, steps=90, table=H100)
-    assert prediction.rows == pytest.approx(64, abs=1)
+    assert in_flight(steps=90).rows == pytest.approx(64, abs=1)
 
 
 @pytest.mark.slow
 def test_simulated_speedup_of_in_flight_updates_over_conventional_rl_matches_the_paper():
-    fast, slow = in_flight(LENGTHS, steps=60, table=H100), conventional(LENGTHS, steps=2, table=H100)
+    fast, slow = in_flight(steps=60), conventional(steps=2)
     assert fast.rollouts_per_s / slow.rollouts_per_s == pytest.approx(2.0, rel=TOLERANCE)
 
 

@@ -21,6 +21,8 @@ from tests.plugins.watch.page.steered_run import steered_run
 from tests.plugins.watch.run_files import keep, loaded, of_episode, served_page, write, written_run
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+playwright = pytest.importorskip("playwright.sync_api", reason=MISSING)
+expect = playwright.expect
 
 STEPS: Final = 12
 SCREENS: Final = ("now", "steer", "timeline", "samples", "compare", "recipe")
@@ -114,8 +116,6 @@ def go(page, url, screen):
 
 def shown(page, screen):
     """Wait for content that only this screen shows, and that it shows only once it has data."""
-    from playwright.sync_api import TimeoutError as NotShown
-
     main = page.locator("main")
     wanted = {
         "now": lambda: main.get_by_role("img", name=re.compile("^Gradient norm over step; newest: grad norm 0")),
@@ -129,7 +129,7 @@ def shown(page, screen):
     }
     try:
         wanted[screen]().wait_for()
-    except NotShown as error:
+    except playwright.TimeoutError as error:
         calls = page.evaluate(ASKED)
         raise AssertionError(f"{screen} did not come; it shows\n{main.inner_text()}\nand has sent {calls}") from error
 
@@ -147,8 +147,6 @@ def every_screen(server):
 
 
 def test_every_screen_of_the_live_page_shows_the_data_of_a_killed_run(browser, server):
-    from playwright.sync_api import expect
-
     with opened(browser, server.url) as page:
         for screen in every_screen(server):
             go(page, server.url, screen)
@@ -164,8 +162,6 @@ def test_every_screen_of_the_live_page_shows_the_data_of_a_killed_run(browser, s
 
 
 def test_samples_screen_filters_and_sorts_samples_and_its_links_stay_valid(browser, server):
-    from playwright.sync_api import expect
-
     with opened(browser, server.url) as page:
         go(page, server.url, "samples")
         rows = page.get_by_role("region", name="Samples").locator("tbody tr")
@@ -196,8 +192,6 @@ def test_samples_screen_filters_and_sorts_samples_and_its_links_stay_valid(brows
 
 
 def test_episode_is_shown_as_a_tree_of_turns_and_its_environment_metrics_are_shown(browser, tmp_path):
-    from playwright.sync_api import expect
-
     run = written_run(tmp_path / "run", steps=3)
     keep(run, [of_episode(3)], name="episodes")
     with served_page(run) as served:
@@ -241,8 +235,6 @@ def tab_to(page, reached):
 
 
 def test_every_screen_is_reachable_by_keyboard(browser, server):
-    from playwright.sync_api import expect
-
     with opened(browser, server.url) as page:
         shown(page, "now")
         tab_to(page, "at.className === 'skip'")
@@ -336,8 +328,6 @@ def test_page_opened_by_an_expired_link_lets_the_user_enter_a_newer_link(browser
 
 
 def test_charts_can_be_smoothed_and_show_the_value_at_the_pointer(browser, server):
-    from playwright.sync_api import expect
-
     with opened(browser, server.url) as page:
         go(page, server.url, "now")
         figure = page.locator("figure").filter(has_text="Gradient norm")
@@ -360,8 +350,6 @@ def test_charts_can_be_smoothed_and_show_the_value_at_the_pointer(browser, serve
 
 
 def test_hostile_texts_are_displayed_by_the_live_page_and_never_executed(browser, server):
-    from playwright.sync_api import expect
-
     assert len(HOSTILE) == len(set(HOSTILE)) == 200
     group = group_of(server, 1)
     screens = [*SCREENS, f"group/{group}", f"tokens/{group}/0", f"tokens/{group}/0?as=table"]
@@ -388,8 +376,6 @@ def go_on(page, screen):
 
 
 def test_slider_changes_the_staleness_bound_k_of_a_live_controller(browser, tmp_path):
-    from playwright.sync_api import expect
-
     with steered_run(tmp_path / "run") as run:
         run.takes(1)
         with served_page(run.directory) as server, opened(browser, server.url) as page:
@@ -406,8 +392,6 @@ def test_slider_changes_the_staleness_bound_k_of_a_live_controller(browser, tmp_
 
 def k_is_moved_to_6(page, server):
     """Move k from 4 to 6 on the steering screen, then return to the first screen."""
-    from playwright.sync_api import expect
-
     go(page, server.url, "steer")
     apply = page.get_by_role("button", name="Apply")
     warmer = page.get_by_role("textbox", name="temperature")
@@ -428,8 +412,6 @@ def k_is_moved_to_6(page, server):
 
 @pytest.mark.slow  # starts four processes in sequence; the faster test_steering covers the requests to the server
 def test_engines_can_be_added_swapped_drained_and_removed_in_a_live_run(browser, tmp_path):
-    from playwright.sync_api import expect
-
     directory = tmp_path / "runs" / "fleet"
     with launched(endless_run(directory), directory) as run:
         run.until_step(1)

@@ -30,26 +30,18 @@ def page(finished_run):
         yield one
 
 
-def run(page, body):
-    return page.evaluate(SETUP, body)
-
-
-def test_html_template_is_rendered_to_elements_texts_and_attributes_and_its_values_are_no_markup(page):
-    drawn = run(
-        page,
+#: JavaScript that draws something with the renderer, and what it returns.
+DRAWN = {
+    "a template is drawn, and its values are no markup": (
         """
       const rest = { id: "x", hidden: true };
       render(html`<p class=${"a b"} title='t' ...${rest} lang=${undefined}>one ${2} <b>three</b>
         four${null}${false}${"<i>"}</p>`, place);
       return place.innerHTML;
     """,
-    )
-    assert drawn == '<p class="a b" title="t" id="x" hidden="">one 2 <b>three</b>four&lt;i&gt;</p>'
-
-
-def test_elements_with_a_key_keep_their_dom_nodes_and_state_when_they_are_reordered(page):
-    drawn = run(
-        page,
+        '<p class="a b" title="t" id="x" hidden="">one 2 <b>three</b>four&lt;i&gt;</p>',
+    ),
+    "elements with a key keep their nodes and state": (
         """
       let show;
       function Row({ name }) { const [born] = useState(name); return html`<li>${born}</li>`; }
@@ -65,13 +57,9 @@ def test_elements_with_a_key_keep_their_dom_nodes_and_state_when_they_are_reorde
       await settled();
       return [place.textContent, b === place.querySelectorAll("li")[2]];
     """,
-    )
-    assert drawn == ["firstcbdlast", True]
-
-
-def test_effects_of_a_component_run_when_their_inputs_change_and_are_cleaned_up(page):
-    drawn = run(
-        page,
+        ["firstcbdlast", True],
+    ),
+    "effects run when their inputs change, and are cleaned up": (
         """
       const seen = [];
       let show;
@@ -84,13 +72,9 @@ def test_effects_of_a_component_run_when_their_inputs_change_and_are_cleaned_up(
       for (const each of ["a", "b", ""]) { show(each); await settled(); }
       return seen;
     """,
-    )
-    assert drawn == ["on a", "off a", "on b", "off b"]
-
-
-def test_several_state_changes_in_a_row_cause_one_redraw(page):
-    drawn = run(
-        page,
+        ["on a", "off a", "on b", "off b"],
+    ),
+    "several state changes cause one redraw": (
         """
       let times = 0, set;
       function Count() { const [n, setN] = useState(0); set = setN; times += 1; return html`<p>${n}</p>`; }
@@ -99,13 +83,9 @@ def test_several_state_changes_in_a_row_cause_one_redraw(page):
       await settled();
       return [place.textContent, times];
     """,
-    )
-    assert drawn == ["2", 2]
-
-
-def test_redraw_keeps_the_text_that_a_user_typed_and_updates_a_select_element_to_its_new_value(page):
-    drawn = run(
-        page,
+        ["2", 2],
+    ),
+    "a redraw keeps what a user typed and updates a select": (
         """
       let again;
       function Form() {
@@ -122,5 +102,11 @@ def test_redraw_keeps_the_text_that_a_user_typed_and_updates_a_select_element_to
       await settled();
       return [input.value, select.value];
     """,
-    )
-    assert drawn == ["half a wo", "b"]
+        ["half a wo", "b"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "drawn"), DRAWN.values(), ids=DRAWN)
+def test_renderer_of_the_live_page_draws_and_redraws_as_described(page, body, drawn):
+    assert page.evaluate(SETUP, body) == drawn

@@ -52,25 +52,23 @@ class Template:
     def render(self, fields: Mapping[str, Any]) -> str:
         """Fill in the template's fields. Raises `RecipeError` if one is missing or None, or if Jinja fails."""
         present = {name: value for name, value in fields.items() if value is not None}
-        if self.is_jinja:
-            return self._rendered(present)
-        missing = next((name for name in sorted(self.fields) if name not in present), None)
-        if missing is not None:
-            raise self._missing(missing, present)
-        return _PLACE.sub(lambda place: str(present[place[1]]) if place[1] else "{}", self.text)
-
-    def _rendered(self, fields: Mapping[str, Any]) -> str:
+        if not self.is_jinja:
+            self._check_fields(present)
+            return _PLACE.sub(lambda place: str(present[place[1]]) if place[1] else "{}", self.text)
         from jinja2 import TemplateError, UndefinedError
 
         try:
-            return str(self._compiled[0].render(fields))
+            return str(self._compiled[0].render(present))
         except UndefinedError as error:
-            missing = next((name for name in sorted(self.fields) if name not in fields), None)
-            if missing is not None:
-                raise self._missing(missing, fields) from None
+            self._check_fields(present)
             raise RecipeError(f"{self._where}: {error.message}") from None
         except (TemplateError, *_FAILURES) as error:
             raise RecipeError(f"{self._where}: {type(error).__name__}: {error}") from None
+
+    def _check_fields(self, present: Mapping[str, Any]) -> None:
+        if missing := sorted(self.fields - present.keys()):
+            available = ", ".join(sorted(present)) or "no field"
+            raise RecipeError(f'{self._where}: field "{missing[0]}" is missing; available: {available}') from None
 
     @cached_property
     def _compiled(self) -> tuple[Any, frozenset[str]]:
@@ -85,10 +83,6 @@ class Template:
             raise RecipeError(
                 f"{self._where} is not a valid Jinja template: line {error.lineno}: {error.message}"
             ) from None
-
-    def _missing(self, field: str, fields: Mapping[str, Any]) -> RecipeError:
-        there = ", ".join(sorted(fields)) or "no field"
-        return RecipeError(f'{self._where}: field "{field}" is missing; available: {there}')
 
 
 _SYSTEM: Final = "system"

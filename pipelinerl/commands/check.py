@@ -211,16 +211,19 @@ def keys_without_gpu(config: RunConfig) -> list[str]:
     return [] if offers(Backend.NCCL) else [key for key, is_needed in needs.items() if is_needed]
 
 
+def _registered(config: RunConfig) -> Iterator[tuple[str, str, EngineComponent | TrainerComponent]]:
+    """Yield section, type and component of engine and trainer, without those that users wrote."""
+    if (engine := registry.ENGINES.get(config.engine.type)) is not None:
+        yield "engine", config.engine.type, engine
+    if (trainer := registry.TRAINERS.get(config.trainer.type)) is not None:
+        yield "trainer", config.trainer.type, trainer
+
+
 def _check_model(config: RunConfig) -> None:
     path = config.model.resolved
-    kinds: tuple[tuple[str, str, Mapping[str, EngineComponent | TrainerComponent]], ...] = (
-        ("engine", config.engine.type, registry.ENGINES),
-        ("trainer", config.trainer.type, registry.TRAINERS),
-    )
     is_special = registry.has_own_type(kind := model_type(path))
-    for part, chosen, components in kinds:
-        component = components.get(chosen)
-        if component is not None and component.model_type != (kind if is_special else ""):
+    for part, chosen, component in _registered(config):
+        if component.model_type != (kind if is_special else ""):
             raise ModelError(f"{part}.type {chosen!r} does not fit the model in {path}, of type {kind!r}")
     if is_special:
         return
@@ -236,13 +239,8 @@ def _check_model(config: RunConfig) -> None:
 def refuse_experts(config: RunConfig) -> None:
     """Raise `RecipeError` unless engine and trainer can compute the model's experts and replay the router's choice."""
     routing_of(config)
-    both: tuple[tuple[str, Mapping[str, EngineComponent | TrainerComponent], str], ...] = (
-        ("engine", registry.ENGINES, config.engine.type),
-        ("trainer", registry.TRAINERS, config.trainer.type),
-    )
-    for part, components, chosen in both:
-        component = components.get(chosen)
-        if component is not None and not component.computes_experts and mixture_of(config.model.resolved) is not None:
+    for part, chosen, component in _registered(config):
+        if not component.computes_experts and mixture_of(config.model.resolved) is not None:
             raise RecipeError(
                 f'{part}.type "{chosen}" computes no mixture of experts, and the model in {config.model.resolved} is '
                 f'one; use {part}.type = "torch"'

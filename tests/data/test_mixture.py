@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from pipelinerl.data.mixture import Domain, Mixture
+from pipelinerl.errors import RecipeError
 from pipelinerl.types import Problem, Quota
 
 
@@ -64,3 +65,9 @@ def test_domain_weights_given_with_a_request_apply_and_zero_weight_disables_a_do
     for off in ("a", "b", "c"):
         weights = {name: 0.0 if name == off else 0.1 for name in "abc"}
         assert off not in {made.domain(i, weights, quota).name for i in range(40, 3000)}
+
+
+@pytest.mark.parametrize("weights", [(), (0.0,), (1.0, -1.0), (float("nan"),), (float("inf"), 1.0)])
+def test_domain_weights_must_be_positive_and_finite(weights):
+    with pytest.raises(RecipeError, match="positive finite weights"):
+        mixture(dict(zip("ab", weights, strict=False)))

@@ -1,11 +1,9 @@
-"""Problem sources and mixtures depend only on seed, split and index, and their splits are disjoint."""
+"""Problem sources depend only on seed, split and index, and their splits are disjoint."""
 
 import itertools
-import json
 
 import pytest
 
-from pipelinerl.data.mixture import Domain, Mixture
 from pipelinerl.data.problems import Split, open_source
 from pipelinerl.errors import RecipeError
 
@@ -88,34 +86,6 @@ def test_error_names_the_invalid_source_parameter(kind, parameters, message):
 def test_answer_pattern_that_matches_no_generated_problem_is_rejected():
     with pytest.raises(RecipeError, match="widen the parameters or answer_pattern"):
         source("addition", answer_pattern="x").problem(0)
-
-
-def write(path, prompts_):
-    path.write_text("".join(json.dumps({"prompt": p, "answer": p.upper()}) + "\n" for p in prompts_))
-    return str(path)
-
-
-def test_each_epoch_of_a_file_is_a_new_permutation(tmp_path):
-    problems = source("files", path=write(tmp_path / "a.jsonl", [f"q{i}" for i in range(100)]))
-    size = len(problems)
-    first, second = ([problems.problem(epoch * size + i) for i in range(size)] for epoch in (0, 1))
-    assert first != second
-    assert {p.problem_id for p in first} == {p.problem_id for p in second}
-    assert len({p.problem_id for p in first}) == size
-    assert problems.problem(3) == first[3]
-
-
-def mixture(seed, *weights):
-    return Mixture(
-        [Domain(name=f"d{i}", weight=w, source=source("addition", domain=f"d{i}")) for i, w in enumerate(weights)],
-        seed=seed,
-    )
-
-
-@pytest.mark.parametrize("weights", [(), (0.0,), (1.0, -1.0), (float("nan"),), (float("inf"), 1.0)])
-def test_domain_weights_must_be_positive_and_finite(weights):
-    with pytest.raises(RecipeError, match="positive finite weights"):
-        mixture(0, *weights)
 
 
 def test_numbered_tasks_are_split_and_reshuffled_in_each_epoch_and_their_numbers_are_problem_ids():

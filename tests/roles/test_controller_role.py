@@ -90,6 +90,12 @@ async def serving(who, *, from_journal=False):
         await asyncio.gather(role, return_exceptions=True)
 
 
+async def status_of(run_dir):
+    """Return the status of a run; an answer implies that its controller's journal exists."""
+    with controller_of(run_dir) as remote:
+        return await asyncio.to_thread(remote.status)
+
+
 @pytest.mark.parametrize(
     ("host", "reached_at"),
     [
@@ -199,8 +205,7 @@ async def test_new_run_deletes_rollouts_left_by_a_dead_run_with_the_same_name(tm
     (config_in(tmp_path).run_directory / "events.jsonl").write_text('{"kind": "step", "elapsed_s": 3.0}\n')
     monkeypatch.setattr(controller_role, "_LOOK_S", 10 * DEADLINE_S)  # it does not look for a live run of its name
     async with serving(identity(config_in(tmp_path), redis_url)) as endpoint:
-        with controller_of(endpoint.parent) as remote:
-            await asyncio.to_thread(remote.status)
+        await status_of(endpoint.parent)
         assert await stream.length(ROLLOUTS + "actor-0") == 1, "a run that goes on keeps what it has"
     await stream.close()
 
@@ -209,15 +214,14 @@ async def test_replaced_controller_ends_before_its_successor_writes(tmp_path, re
     """The successor stops it through the journal, and waits for it to close the event log."""
     who = identity(config_in(tmp_path), redis_url)
     async with serving(who) as endpoint, asyncio.timeout(DEADLINE_S):
-        with controller_of(who.run_dir) as first:
-            await asyncio.to_thread(first.status)  # an answer implies that the first controller's journal exists
+        await status_of(who.run_dir)
+        first = address_of(who.run_dir).url
         async with serving(who, from_journal=True), httpx.AsyncClient(trust_env=False) as http:
-            while not endpoint.exists() or address_of(who.run_dir).url == first.url:
+            while not endpoint.exists() or address_of(who.run_dir).url == first:
                 await asyncio.sleep(0.01)
             with pytest.raises(httpx.TransportError):
-                await http.get(f"{first.url}/health")
-            with controller_of(who.run_dir) as second:
-                assert (await asyncio.to_thread(second.status)).run == "tiny"
+                await http.get(f"{first}/health")
+            assert (await status_of(who.run_dir)).run == "tiny"
     assert not endpoint.exists()
     kinds = [event["kind"] for event in read_events(who.run_dir / "events.jsonl")]
     assert [kind for kind in kinds if kind != "engines"] == ["run_started", "controller_returned"]
@@ -226,22 +230,20 @@ async def test_replaced_controller_ends_before_its_successor_writes(tmp_path, re
 async def test_second_controller_of_a_live_run_is_rejected_and_damages_nothing(tmp_path, redis_url):
     who = identity(config_in(tmp_path), redis_url)
     async with serving(who) as endpoint:
-        with controller_of(who.run_dir) as first:
-            await asyncio.to_thread(first.status)
-            history, address = (who.run_dir / "events.jsonl").read_bytes(), endpoint.read_text()
-            with pytest.raises(UserError, match=r"events.jsonl is being written by .* take over with .*--continue"):
-                await controller_role.run(who)
-            assert (who.run_dir / "events.jsonl").read_bytes().startswith(history)
-            assert endpoint.read_text() == address, "local commands still reach the first controller"
-            assert (await asyncio.to_thread(first.status)).run == "tiny"
+        await status_of(who.run_dir)
+        history, address = (who.run_dir / "events.jsonl").read_bytes(), endpoint.read_text()
+        with pytest.raises(UserError, match=r"events.jsonl is being written by .* take over with .*--continue"):
+            await controller_role.run(who)
+        assert (who.run_dir / "events.jsonl").read_bytes().startswith(history)
+        assert endpoint.read_text() == address, "local commands still reach the first controller"
+        assert (await status_of(who.run_dir)).run == "tiny"
 
 
 async def test_controller_that_would_forget_a_live_trainer_is_rejected(tmp_path, redis_url, monkeypatch):
     """The controller died, its trainer and actors live; without the journal, they would never get a directive again."""
     who = identity(config_in(tmp_path), redis_url)
-    async with serving(who) as endpoint:
-        with controller_of(who.run_dir) as first:
-            await asyncio.to_thread(first.status)  # an answer implies that the first controller's journal exists
+    async with serving(who):
+        await status_of(who.run_dir)
     stream = await open_stream(redis_url, namespace="tiny")
 
     async def report():
@@ -256,8 +258,7 @@ async def test_controller_that_would_forget_a_live_trainer_is_rejected(tmp_path,
                 async with serving(who):
                     pass
         async with serving(who, from_journal=True):
-            with controller_of(who.run_dir) as second:
-                await asyncio.to_thread(second.status)
+            await status_of(who.run_dir)
             assert read_events(who.run_dir / "events.jsonl")[-1]["kind"] in ("controller_returned", "engines")
     finally:
         reporting.cancel()

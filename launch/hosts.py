@@ -37,21 +37,15 @@ class HostRole(StrEnum):
 VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
-class Origin(StrEnum):
-    """The source of the list of GPUs, the driver or the user, whose order of the GPUs determines their indices."""
-
-    DRIVER = "driver"
-    """The driver, which numbers GPUs in the order of the PCI bus."""
-    VARIABLE = "variable"
-    """The user, who set CUDA_VISIBLE_DEVICES."""
-
-
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The devices that a run may use; recipes refer to a device by its index in this list."""
+    """The devices that a run may use; recipes refer to a device by its index in this list.
+
+    They are in the order of the PCI bus, unless they were `chosen_by_user` in CUDA_VISIBLE_DEVICES.
+    """
 
     each: tuple[VisibleDevice, ...] = ()
-    origin: Origin = Origin.DRIVER
+    chosen_by_user: bool = False
 
     def __len__(self) -> int:
         return len(self.each)
@@ -68,7 +62,7 @@ class Devices:
         shown = {VARIABLE: ",".join(self.each[index].name for index in indices)}
         # By default CUDA counts the fastest GPU first, whereas `nvidia-smi` counts by PCI bus. Indices that the user
         # wrote in CUDA_VISIBLE_DEVICES keep the user's own order.
-        return shown | ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if self.origin is Origin.DRIVER else {})
+        return shown if self.chosen_by_user else shown | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +200,7 @@ def read_devices(gpus: str, *, instances: str = "", visible: str | None = None) 
     """
     rows = [[field.strip() for field in line.split(",")] for line in gpus.splitlines() if line.strip()]
     if visible is not None:
-        return Devices(tuple(_named(rows, visible)) if rows else (), Origin.VARIABLE)
+        return Devices(tuple(_named(rows, visible)) if rows else (), chosen_by_user=True)
     devices: list[VisibleDevice] = []
     for index, uuid, memory, mig in rows:
         if mig == "Enabled":

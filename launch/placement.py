@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from launch.hosts import LOCALHOST, Devices, Host, HostRole, Origin
+from launch.hosts import LOCALHOST, Devices, Host, HostRole
 from pipelinerl.config.recipe import RunConfig
 from pipelinerl.errors import RecipeError, UserError
 
@@ -86,7 +86,7 @@ class Placement:
                 f"the plan gives host {name} {planned} GPU{'s' if planned > 1 else ''}, and it has "
                 f"{len(devices) or 'none'}; pass --node {name}:gpus={len(devices)}, or use a host that has them"
             )
-        own = Devices(devices.each[:planned], devices.origin)
+        own = Devices(devices.each[:planned], devices.chosen_by_user)
         return replace(self, hosts=tuple(replace(h, devices=own) if h.name == name else h for h in self.hosts))
 
     def bytes_of(self, name: str) -> int | None:
@@ -227,7 +227,7 @@ def _too_few(config: RunConfig, devices: Devices, *, engines: int, trainer: int,
 
 def _there(devices: Devices) -> str:
     count = len(devices)
-    where = ", as CUDA_VISIBLE_DEVICES says" if devices.origin is Origin.VARIABLE else ""
+    where = ", as CUDA_VISIBLE_DEVICES says" if devices.chosen_by_user else ""
     return (f"is {count or 'none'}" if count < 2 else f"are {count}") + where
 
 

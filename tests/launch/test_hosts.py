@@ -6,7 +6,7 @@ import stat
 import pytest
 
 from launch import hosts as counting
-from launch.hosts import Devices, Origin, VisibleDevice, devices_for, read_devices
+from launch.hosts import Devices, VisibleDevice, devices_for, read_devices
 from pipelinerl.config.recipe import load
 from pipelinerl.errors import UserError
 
@@ -48,7 +48,7 @@ def test_instances_of_a_gpu_in_mig_mode_are_listed_as_devices():
 )
 def test_only_gpus_in_cuda_visible_devices_are_listed(visible, devices):
     detected = read_devices(TWO, visible=visible)
-    assert (list(detected.each), detected.origin) == (devices, Origin.VARIABLE)
+    assert (list(detected.each), detected.chosen_by_user) == (devices, True)
     assert "CUDA_DEVICE_ORDER" not in detected.environment(range(len(devices))), (
         "the order of the user's indices is kept"
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.hosts import LOCALHOST, Devices, Origin, VisibleDevice
+from launch.hosts import LOCALHOST, Devices, VisibleDevice
 from launch.placement import place
 from launch.plan import Launch, processes_of
 from pipelinerl.errors import RecipeError
@@ -110,7 +110,7 @@ def test_gpu_memory_limit_of_a_process_is_its_share_of_the_devices_memory():
 
 
 def test_processes_get_gpus_by_the_names_in_the_launchers_cuda_visible_devices():
-    devices = Devices((VisibleDevice("3"), VisibleDevice("GPU-aa"), VisibleDevice("MIG-bb")), Origin.VARIABLE)
+    devices = Devices((VisibleDevice("3"), VisibleDevice("GPU-aa"), VisibleDevice("MIG-bb")), chosen_by_user=True)
     assert written(config_of(engine={"count": 2}), devices) == [
         "check: engine-0 on GPU 0 (3), engine-1 on GPU 1 (GPU-aa), trainer on GPU 2 (MIG-bb)",
         "redis",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from launch.cluster.launchers import plan_json, plan_lines
-from launch.hosts import Devices, Host, Origin, VisibleDevice, numbered_devices, read_hosts
+from launch.hosts import Devices, Host, VisibleDevice, numbered_devices, read_hosts
 from launch.placement import spread
 from launch.plan import Launch, processes_of
 from pipelinerl.errors import UserError
@@ -102,8 +102,8 @@ def test_hosts_can_be_given_as_a_number_instead_of_by_name():
 
 def test_host_uses_the_gpus_that_it_detects_and_is_rejected_if_they_are_too_few():
     placement = spread(config_of(), [Host(name=n, address=n, devices=numbered_devices(1)) for n in "ab"])
-    own = placement.knowing("b", Devices((VisibleDevice("GPU-1"), VisibleDevice("GPU-2")), Origin.VARIABLE))
-    assert own.host("b").devices == Devices((VisibleDevice("GPU-1"),), Origin.VARIABLE)
+    own = placement.knowing("b", Devices((VisibleDevice("GPU-1"), VisibleDevice("GPU-2")), chosen_by_user=True))
+    assert own.host("b").devices == Devices((VisibleDevice("GPU-1"),), chosen_by_user=True)
     assert own.host("a") == placement.host("a")
     with pytest.raises(UserError, match="host b 1 GPU, and it has none; pass --node b:gpus=0"):
         placement.knowing("b", Devices())

@@ -153,6 +153,9 @@ def test_every_epoch_of_mini_batches_packs_the_same_tokens_of_branching_episodes
             check(its, vocab_size=2**31)
             pairs = zip(its.token_ids[its.loss_mask].tolist(), its.advantages[its.loss_mask].tolist(), strict=True)
             epochs[mini_batch.number // 2].update(pairs)
+            owners = {batch.segments.owners[member] for member in packed.members}
+            ids = its.segment_ids if its.rollout_ids is None else its.rollout_ids
+            assert len(owners) == ids.max() + 1, "a rollout's segments share one ratio"
     assert epochs[0] == epochs[1] and set(epochs[0].values()) == {1}
 
 

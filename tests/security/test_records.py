@@ -11,15 +11,7 @@ from pipelinerl.controller.service.journal import JOURNAL, Journal
 from pipelinerl.controller.service.service import ControllerService
 from pipelinerl.controller.state.inputs_and_effects import EngineRegistered
 from pipelinerl.errors import RecordError
-from pipelinerl.messages import (
-    DIRECTIVES,
-    MOST_AHEAD,
-    PROMPTS,
-    GroupFailed,
-    decode_directive,
-    decode_report,
-    encode,
-)
+from pipelinerl.messages import DIRECTIVES, MOST_AHEAD, PROMPTS, GroupFailed, decode_directive, decode_report, encode
 from pipelinerl.observability.events import EventLog
 from pipelinerl.streams.memory_stream import MemoryStream
 from pipelinerl.streams.records import Kind, _seal, decode_group, decode_order, encode_group

@@ -85,10 +85,7 @@ def test_process_that_cannot_write_its_auth_token_file_starts_only_with_the_opti
 @pytest.mark.parametrize("spelled", [["--redis-url", URLS[0]], [f"--redis-url={URLS[0]}"]])
 def test_redis_password_in_command_line_arguments_is_moved_to_the_environment(spelled):
     moved = without_password(["python", "-m", "x", "actor", *spelled, "--name", "a"], {"HOME": "/"})
-    assert moved == (
-        ["python", "-m", "x", "actor", "--name", "a"],
-        {"HOME": "/", "PIPELINERL_REDIS_URL": URLS[0]},
-    )
+    assert moved == (["python", "-m", "x", "actor", "--name", "a"], {"HOME": "/", "PIPELINERL_REDIS_URL": URLS[0]})
     assert without_password(["x", "--redis-url", "redis://127.0.0.1:6379/0"], {}) is None
 
 

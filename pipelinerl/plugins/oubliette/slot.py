@@ -30,15 +30,7 @@ from typing import Any, Final, NamedTuple
 
 from pipelinerl.plugins.oubliette import control_groups
 from pipelinerl.plugins.oubliette.control_groups import FULL_WEIGHT, LOW_WEIGHT, ControlGroup, Hierarchies
-from pipelinerl.plugins.oubliette.runs import (
-    ENVIRONMENT,
-    Ending,
-    Limits,
-    ProgramResult,
-    Run,
-    SandboxLost,
-    Tier,
-)
+from pipelinerl.plugins.oubliette.runs import ENVIRONMENT, Ending, Limits, ProgramResult, Run, SandboxLost, Tier
 
 _STARTUP_S: Final = 60.0
 _GRACE_S: Final = 30.0

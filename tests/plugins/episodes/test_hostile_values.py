@@ -16,12 +16,7 @@ from aiohttp import WSMsgType
 from pipelinerl.plugins.episodes.command import Commands
 from pipelinerl.plugins.episodes.environment import Task
 from pipelinerl.plugins.episodes.host_pool import EpisodeHosts, HostLost
-from pipelinerl.plugins.episodes.openenv import (
-    InvalidAction,
-    OpenEnvSession,
-    ServerMalformed,
-    ServerRefused,
-)
+from pipelinerl.plugins.episodes.openenv import InvalidAction, OpenEnvSession, ServerMalformed, ServerRefused
 from tests.fakes.hostile_replies import mutated
 from tests.patience import PATIENCE_S, is_running, wait_until
 

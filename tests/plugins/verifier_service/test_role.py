@@ -133,8 +133,7 @@ def test_digest_of_a_verifiers_rules_changes_only_with_settings_that_affect_verd
 
 
 @pytest.mark.parametrize(
-    ("verifier", "kept"),
-    [("math_answer", True), ("instruction_following", True), ("oubliette", True), (None, False)],
+    ("verifier", "kept"), [("math_answer", True), ("instruction_following", True), ("oubliette", True), (None, False)]
 )
 async def test_only_verdicts_of_deterministic_verifiers_are_cached(tmp_path, verifier, kept):
     (section,) = identity(tmp_path, "", verifier=verifier).config.domains

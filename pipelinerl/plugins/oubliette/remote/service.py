@@ -69,12 +69,7 @@ class OublietteService:
     """Implementation of an Oubliette service's routes, on one event loop."""
 
     def __init__(
-        self,
-        runner: LocalRunner,
-        *,
-        tier: Tier,
-        persistent: PersistentRepository,
-        transient: TransientRepository,
+        self, runner: LocalRunner, *, tier: Tier, persistent: PersistentRepository, transient: TransientRepository
     ) -> None:
         """Create the service; `runner` must use the same `persistent` and `transient` repositories."""
         self._runner = runner

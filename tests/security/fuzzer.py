@@ -85,7 +85,6 @@ _TEXTS: Final = (
 
 
 def anything(draw, depth=0):
-    """Return a value of a random type."""
     match draw.randrange(8 if depth < 3 else 5):
         case 0 | 1:
             return draw.choice(_NUMBERS)
@@ -130,7 +129,6 @@ def mutated(draw, value):
 
 
 def body(draw, path):
-    """Return the bytes of a request body for this path."""
     known = max((end for end in BODIES if path.endswith(end)), key=len, default="")
     value = draw.choice(BODIES[known]) if known else anything(draw)
     for _ in range(draw.choice((0, 1, 1, 1, 2, 5))):

@@ -10,7 +10,6 @@ from tests.patience import PATIENCE_S
 
 
 def connect(url):
-    """Connect to the server at `url`."""
     parts = urlsplit(url)
     return socket.create_connection((parts.hostname, parts.port), timeout=PATIENCE_S)
 

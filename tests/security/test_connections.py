@@ -31,7 +31,6 @@ def engine(tmp_path_factory):
 
 
 def answers(url):
-    """Assert that the server answers another client without delay."""
     began = time.monotonic()
     assert httpx.get(url + "/health", trust_env=False, timeout=PATIENCE_S).status_code == 200
     assert time.monotonic() - began < SOON_S

@@ -21,8 +21,6 @@ def given(reward, **fields):
 
 @final
 class Says:
-    """A fake verifier that gives every answer the same verdict."""
-
     def __init__(self, verdict):
         self._verdict = verdict
         self.closed = False

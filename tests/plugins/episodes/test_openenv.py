@@ -170,7 +170,6 @@ def call(name, **arguments):
 
 
 async def check_the_tools(url):
-    """Check that a scripted model can call the tools of the server at `url`, the fake one or OpenEnv's."""
     words = tool_chat()
     sampler = ScriptedAnswers(words, [call("double", number=4), call("double", number="x"), "8"])
     (rollout,) = await played(url, sampler)
@@ -186,7 +185,6 @@ async def played(url, script, *, samples=1, **options):
 
 
 async def check_the_game(url):
-    """Check turns, rewards and errors of the guessing game on the server at `url`, the fake one or OpenEnv's."""
     (made,) = await played(url, lambda messages: "a" if len(messages) == 1 else "b")
     first, second = made.rollout.turns
     assert tokenizer().decode(first.context_token_ids.tolist()).count("guess a letter") == 1

@@ -19,7 +19,6 @@ def sandbox():
 
 @pytest.fixture
 def alone(sandbox):
-    """Yield a new sandbox that runs one program at a time."""
     opened = Sandbox(lambda number: isolation_of(Tier.DEFAULT, number), at_once=1)
     yield opened
     opened.close()

@@ -204,7 +204,6 @@ async def test_each_problem_has_a_preferred_verifier_service_and_problems_are_sp
 
 
 async def test_verifier_service_with_many_more_waiting_answers_than_others_gets_no_further_ones():
-    """One service is blocked with many answers, so further groups go to the other service."""
     gate = threading.Event()
 
     class Held(Exact):

@@ -46,8 +46,6 @@ def identity(directory, controller_url, *, verifier=None, **rest):
 
 
 class Controller:
-    """Fake controller that records leases."""
-
     def __init__(self):
         self.leases: dict[str, VerifierLease] = {}
         app = self.app = FastAPI(openapi_url=None)

@@ -37,7 +37,6 @@ IN_C = '#include <stdio.h>\nint main(void) { int n; return scanf("%d", &n) != 1 
 
 @pytest.fixture
 def bodies(monkeypatch):
-    """Return the list of the bodies that clients POST."""
     sent, post = [], ServiceClient.post
 
     async def recorded(self, url, body, *rest, **options):

@@ -17,10 +17,6 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("exam
 GENERATED = pages()
 
 
-def _without_code(text):
-    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
-
-
 def _anchors(text):
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
@@ -28,7 +24,8 @@ def _anchors(text):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_in_the_documentation_resolve(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", _without_code(page.read_text())):
+    without_code = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code):
         name, _, anchor = target.partition("#")
         if "://" in name:
             continue

@@ -56,17 +56,12 @@ def test_looking_up_a_component_does_not_import_what_it_builds():
 
 
 def test_entry_points_add_components_of_their_kind_and_replace_none_of_ours(monkeypatch):
-    points = metadata_of(
-        {"verifier.regex": f"{__name__}:HERE", "verifier.ours": "no.such:thing", "engine.other": "no.such:thing"}
-    )
+    named = {"verifier.regex": f"{__name__}:HERE", "verifier.ours": "no.such:thing", "engine.other": "no.such:thing"}
+    points = tuple(registry.metadata.EntryPoint(*each, registry.ENTRY_POINTS) for each in named.items())
     monkeypatch.setattr(registry, "_entry_points", lambda: points)
     components = registry.Components("verifier", Component, {"ours": f"{__name__}:HERE"})
     assert sorted(components) == ["ours", "regex"]
     assert components["regex"] is components["ours"] is HERE
-
-
-def metadata_of(points):
-    return tuple(registry.metadata.EntryPoint(name, value, registry.ENTRY_POINTS) for name, value in points.items())
 
 
 @pytest.mark.parametrize("reference", ["", "json", ":x", "json:", "no_such_module:x", "json.no_such:x", "json:no.such"])

@@ -55,10 +55,6 @@ class LikesLow:
         return Verdict(outcome=Outcome.PARTIAL if share else Outcome.WRONG, reward=share)
 
 
-def judge(domain):
-    return PerAnswerVerifier(LikesLow())
-
-
 async def sampled(path):
     """Let an actor sample groups with the model in `path`; return the groups in the rollout stream."""
     one_core = {"device": Device.CPU, "threads": 1, "dtype": WeightDType.BFLOAT16}
@@ -66,7 +62,9 @@ async def sampled(path):
     engine = BatchingEngine(options, load=lambda: load_runner(options), tokenizer=ChatTokenizer.load(path))
     await engine.start()
     watched, settings = Watched(), ActorSettings(name=NAME, groups_in_flight=4, heartbeat_s=0.02, block_s=0.02)
-    maker = SingleTurn(InParts(engine), judge, attempts=1, routing_replay=RoutingReplay.ROLLOUT)
+    maker = SingleTurn(
+        InParts(engine), lambda _: PerAnswerVerifier(LikesLow()), attempts=1, routing_replay=RoutingReplay.ROLLOUT
+    )
     actor = Actor(settings, stream=watched.stream, maker_of=lambda _: maker)
     working = asyncio.create_task(actor.run())
     try:

@@ -67,15 +67,11 @@ async def _parameter_server(tmp_path):
     return answer.text
 
 
-def _used(path):
-    return set(re.findall(r"\bpipelinerl_[a-z0-9_]+", path.read_text()))
-
-
 async def test_dashboard_and_alerts_use_only_served_metrics(tmp_path):
     engine = prometheus_text(EngineMetrics().model_dump(), prefix=METRICS_PREFIX)
     answered = _names(_controller()) | _names(engine) | _names(await _parameter_server(tmp_path))
     for path in (DOCS / "grafana" / "dashboard.json", DOCS / "grafana" / "alerts.yaml"):
-        used = _used(path)
+        used = set(re.findall(r"\bpipelinerl_[a-z0-9_]+", path.read_text()))
         assert len(used) >= 10 and used <= answered, sorted(used - answered)
 
 

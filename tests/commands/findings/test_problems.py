@@ -83,18 +83,15 @@ def test_error_about_an_invalid_row_of_a_user_data_source_names_the_users_functi
 NO_COMMA = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
 
 
-def instructed(**domain):
-    table = to_table(load("tiny", ["evaluation.problems=4"]))
-    return parse(table | {"domains": [{"name": "d", "verifier": "instruction_following", **domain}]})
-
-
 def of_rows(folder, *last):
     rows = [{"key": n, "prompt": f"say {n}", **NO_COMMA} for n in range(300)]
     rows += [{"key": 300, "prompt": "x", **each} for each in last]
     path = folder / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
     fields = {"answer_field": "key", "metadata_fields": ["instruction_id_list", "kwargs"]}
-    return instructed(source="files", parameters={"path": str(path), **fields})
+    domain = {"name": "d", "source": "files", "verifier": "instruction_following"}
+    domain["parameters"] = {"path": str(path), **fields}
+    return parse(to_table(load("tiny", ["evaluation.problems=4"])) | {"domains": [domain]})
 
 
 def test_check_counts_the_instructions_in_a_file_with_the_layout_of_the_public_data_sets(tmp_path):

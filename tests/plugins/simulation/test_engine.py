@@ -10,10 +10,6 @@ from pipelinerl.training.rollouts.batcher import Batcher, StepBudget
 from tests.fakes.rollouts import group
 
 
-def simulated(index, version):
-    return SimulatedGroup(index, 2, [2, 2], 0.0, oldest=version)
-
-
 @effort(max_examples=60, deadline=None)
 @given(
     arrivals=st.lists(st.lists(st.integers(0, 6), max_size=6), min_size=1, max_size=8),
@@ -22,12 +18,13 @@ def simulated(index, version):
 )
 def test_simulation_trains_on_the_same_groups_as_the_trainers_batcher(arrivals, k, rollouts):
     """The simulation also drops the same groups as stale as the `Batcher`."""
-    real, twin = _batcher(), WaitingGroups()
+    real = Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=NoSignal.TRAIN)
+    twin = WaitingGroups()
     bounds, index, producing = StalenessBounds(1, k), 0, 7
     for versions in arrivals:
         for version in versions:
             real.offer(group(index, version=version))
-            twin.offer(simulated(index, version))
+            twin.offer(SimulatedGroup(index, 2, [2, 2], 0.0, oldest=version))
             index += 1
         taken = real.take(StepBudget(rollouts=rollouts), producing=producing, bounds=bounds)
         chosen = twin.take(rollouts, producing=producing, bounds=bounds)
@@ -39,7 +36,3 @@ def test_simulation_trains_on_the_same_groups_as_the_trainers_batcher(arrivals, 
 
 def _indices(groups):
     return None if groups is None else sorted(each.index for each in groups)
-
-
-def _batcher():
-    return Batcher(ledger=ConsumedLedger(), lineage=Lineage(1, 0), no_signal=NoSignal.TRAIN)

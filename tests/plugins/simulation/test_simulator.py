@@ -114,12 +114,9 @@ def test_simulated_throughput_never_falls_with_more_engines(j, k):
 def test_simulated_groups_in_flight_satisfy_littles_law(hardware):
     """Groups in flight = groups that end per second × mean time in flight (Little 1961)."""
     run = simulate(setting(1, 8, steps=300), hardware)
-    ended_per_s = run.rollouts_per_s / 8 / (1 - _share_stale(run))
+    share_trained = run.account.trained / (run.account.stale + run.account.trained)
+    ended_per_s = run.rollouts_per_s / 8 / share_trained
     assert run.in_flight == pytest.approx(ended_per_s * run.order_s, rel=0.05)
-
-
-def _share_stale(run):
-    return run.account.stale / (run.account.stale + run.account.trained)
 
 
 def test_simulated_engine_and_trainer_slow_each_other_down_if_they_compute_at_the_same_time():

@@ -45,13 +45,14 @@ export function Engines({ run, facts }) {
   };
   const here = new Set(state.engines.filter((each) => !isOut(each)).map((each) => each.name));
   const usual = state.engines.find((each) => !isOut(each) && state.types.includes(each.type))?.type;
+  const presentFirst = [...state.engines].sort((a, b) => isOut(a) - isOut(b));
   const starting = state.requested.filter((each) => !here.has(each.name));
   return html`<section class="card"><h2>Engines</h2>
     <p class="soft">${summaryOf(state, facts)}</p>
     ${
       state.engines.length > 0
         ? html`<${Table} label="Engines" head=${["engine", "type", "state", ...NUMBERS, "actions"]}
-          numbers=${NUMBERS}>${inOrder(state.engines).map((engine) => html`<${Engine} key=${engine.url} engine=${engine}
+          numbers=${NUMBERS}>${presentFirst.map((engine) => html`<${Engine} key=${engine.url} engine=${engine}
           types=${state.types} able=${state.may_steer} order=${order} />`)}</>`
         : html`<p class="none">No engine has joined.</p>`
     }
@@ -62,11 +63,6 @@ export function Engines({ run, facts }) {
 
 function isOut(engine) {
   return ["expelled", "left", "lost"].includes(engine.state);
-}
-
-// Engines that left come last.
-function inOrder(engines) {
-  return [...engines].sort((a, b) => isOut(a) - isOut(b));
 }
 
 function summaryOf(state, facts) {

@@ -156,15 +156,12 @@ function describe(all, at) {
   ];
   for (const name of ["version", "logprob", "trainer_logprob", "delta", "cause", "advantage", "entropy"]) {
     const value = all[name]?.[at];
+    const shown = name === "version" || name === "entropy" ? number : signed;
     if (value !== null && value !== undefined)
-      parts.push(`${words(name)} ${typeof value === "number" ? signedOrNot(name, value) : value}`);
+      parts.push(`${words(name)} ${typeof value === "number" ? shown(value, 4) : value}`);
   }
   if (all.mask && all.sampled[at] && !all.mask[at]) parts.push("without gradient");
   return parts.join(" · ");
-}
-
-function signedOrNot(name, value) {
-  return name === "version" || name === "entropy" ? number(value, 4) : signed(value, 4);
 }
 
 function TokenTable({ all }) {

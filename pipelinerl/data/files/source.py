@@ -138,30 +138,6 @@ class Indexed(NamedTuple):
     tasks: NDArray[np.uint64]
 
 
-class RowCounts(NamedTuple):
-    """Counts of the rows that were read for a split, by outcome.
-
-    `repeated` rows have the task of an earlier row. `in_other_files` have the prompt (or task) of a row in another
-    split's files. `set_apart` belong to another split by their hash. `problems` are left.
-    """
-
-    read: int
-    repeated: int
-    in_other_files: int
-    set_apart: int
-    problems: int
-
-    def sentence(self, split: Split, by: SplitBy) -> str:
-        others = "validation or held-out" if split is Split.TRAIN else "another split's"
-        dropped = (
-            (self.repeated, "dropped as duplicates of another row"),
-            (self.in_other_files, f"dropped because a row of {others} files has their {by}"),
-            (self.set_apart, f"left to other splits by the hash of their {by}"),
-        )
-        parts = [f"{self.problems:,} {split} problems", *(f"{count:,} {words}" for count, words in dropped if count)]
-        return f"{self.read:,} rows read: {', '.join(parts)}"
-
-
 class RowSource:
     """Problems of one split, made from the M rows whose numbers are in `chosen`, i64 [M].
 
@@ -206,18 +182,9 @@ class RowSource:
         return self._epochs.item(index - len(self._sweep))
 
 
-class FilesRequest(NamedTuple):
-    """Parsed parameters of the source `files`."""
-
-    files: Mapping[Split, Files]
-    field_map: FieldMap
-    curriculum: Curriculum
-    split_by: SplitBy
-
-
 def open_files(request: SourceRequest) -> RowSource:
     """Open the source `files`. Raises `RecipeError`, which names file, row and field."""
-    files, field_map, curriculum, by = parse_files_request(request)
+    files, field_map, curriculum, by = _parsed(request)
     indexed = {}
     for split, paths in files.items():
         stats = [(path, path.stat()) for path in paths]
@@ -226,7 +193,7 @@ def open_files(request: SourceRequest) -> RowSource:
     return source_of_rows(indexed, field_map, request, curriculum, by=by)
 
 
-def parse_files_request(request: SourceRequest) -> FilesRequest:
+def _parsed(request: SourceRequest) -> tuple[dict[Split, Files], FieldMap, Curriculum, SplitBy]:
     """Parse the parameters without reading rows. Raises `RecipeError` for a missing file or an invalid parameter."""
     if request.argument:
         raise RecipeError(f"{request.where}.source must be files with parameters.path, got files:{request.argument}")
@@ -250,7 +217,7 @@ def parse_files_request(request: SourceRequest) -> FilesRequest:
         raise RecipeError(f"{request.where}.parameters: unknown {', '.join(sorted(unknown))}; known: {known}")
     if Split.TRAIN not in layouts:
         raise RecipeError(f"{request.where}.parameters.path must be the path of a file or folder, got None")
-    return FilesRequest(files_of_splits(layouts, named, where=request.where), field_map, curriculum, by)
+    return files_of_splits(layouts, named, where=request.where), field_map, curriculum, by
 
 
 def look_at_files(request: SourceRequest, head: FirstRows, check: Callable[[Problem], None]) -> Problem | None:
@@ -258,7 +225,7 @@ def look_at_files(request: SourceRequest, head: FirstRows, check: Callable[[Prob
 
     Raises `RecipeError`, which names file, row and problem, if a problem is invalid or `check` raises one.
     """
-    files, field_map, curriculum, _ = parse_files_request(request)
+    files, field_map, curriculum, _ = _parsed(request)
     prompts, first = prompts_of_rows(request), None
     ranked = files[Split.TRAIN] if curriculum.order is not ProblemOrder.SHUFFLED else ()
     for path in dict.fromkeys(chain.from_iterable(files.values())):
@@ -285,11 +252,10 @@ def source_of_rows(
     """Build the split's source, by default from training rows. Raises `RecipeError` if the split is empty."""
     split = request.split
     own = indexed.get(split, indexed[Split.TRAIN])
-    chosen, counts = _chosen_rows(indexed, split)
-    summary = counts.sentence(split, by)
+    chosen, summary = _chosen_rows(indexed, split, by)
     if not len(chosen):
         remedy = "add rows or name files for it"
-        if by is SplitBy.PROMPT and counts.read:
+        if by is SplitBy.PROMPT and len(own.rows):
             remedy += f', or set {SPLIT_BY} = "{SplitBy.TASK}" if rows with one prompt are different tasks'
         raise RecipeError(f"{request.where}: the {split} split of its files is empty ({summary}); {remedy}")
     sweep = chosen[:0]
@@ -302,8 +268,8 @@ def source_of_rows(
     return RowSource(own, chosen, field_map, request, sweep=sweep, summary=summary)
 
 
-def _chosen_rows(indexed: Mapping[Split, Indexed], split: Split) -> tuple[NDArray[np.int64], RowCounts]:
-    """Return the numbers of the split's rows, i64 [M], and what became of the others."""
+def _chosen_rows(indexed: Mapping[Split, Indexed], split: Split, by: SplitBy) -> tuple[NDArray[np.int64], str]:
+    """Return the numbers of the split's rows, i64 [M], and a sentence on what became of the others."""
     own = indexed.get(split, indexed[Split.TRAIN])
     apart = [rows.digests for other, rows in indexed.items() if other not in (split, Split.TRAIN)]
     if split is Split.HELD_OUT and split in indexed:
@@ -316,8 +282,14 @@ def _chosen_rows(indexed: Mapping[Split, Indexed], split: Split) -> tuple[NDArra
         # Training rows that the hash assigns to another split are trained on if that split has its own files.
         wanted = {split} if split is not Split.TRAIN else {split, *indexed}
         chosen = separate[are_of(own.digests[separate], wanted)]
-    dropped = (len(own.rows) - len(unique), len(unique) - len(separate), len(separate) - len(chosen))
-    return chosen, RowCounts(len(own.rows), *dropped, len(chosen))
+    others = "validation or held-out" if split is Split.TRAIN else "another split's"
+    dropped = (
+        (len(own.rows) - len(unique), "dropped as duplicates of another row"),
+        (len(unique) - len(separate), f"dropped because a row of {others} files has their {by}"),
+        (len(separate) - len(chosen), f"left to other splits by the hash of their {by}"),
+    )
+    parts = [f"{len(chosen):,} {split} problems", *(f"{count:,} {words}" for count, words in dropped if count)]
+    return chosen, f"{len(own.rows):,} rows read: {', '.join(parts)}"
 
 
 def prompts_of_rows(request: SourceRequest) -> Prompts:

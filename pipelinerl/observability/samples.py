@@ -218,7 +218,6 @@ def _cut(column: tuple[T, ...], most: int) -> tuple[T, ...]:
 def _shortened(value: Any, most: int) -> Any:
     """Shorten every text in a JSON value to `most` characters; lone surrogates (not valid in UTF-8) become `?`."""
     if isinstance(value, str):
-        # Replace lone surrogates, which UTF-8 cannot encode.
         return shortened(value, most).encode(errors="replace").decode()
     if isinstance(value, dict):
         return {_shortened(key, most): _shortened(item, most) for key, item in value.items()}

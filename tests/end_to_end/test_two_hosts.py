@@ -14,7 +14,7 @@ from tests.fakes.two_hosts import two_hosts
 from tests.patience import PATIENCE_S, SOON_S
 
 TOKEN = {"PIPELINERL_TOKEN": "a secret of this test"}
-SMALL = ("run.steps=5000", "evaluation.problems=16", "training.rollouts_per_step=64")
+SMALL = ("--set", "run.steps=5000", "--set", "evaluation.problems=16", "--set", "training.rollouts_per_step=64")
 
 
 class Roles:
@@ -27,26 +27,20 @@ class Roles:
         self.processes = {}
         self.environment = {**os.environ, **TOKEN, "OMP_NUM_THREADS": "1"}
 
-    def start(self, host, role, *arguments, name=None):
-        directory = self.folder / host.address
+    def start(self, host, role, *arguments, name=""):
+        name, directory = name or role, self.folder / host.address
         directory.mkdir(exist_ok=True)
         words = [*host.enter, *CLI, role, "--run-dir", str(directory), "--controller-url", self.controller_url]
-        words += ["--recipe", str(self.recipe), "--name", name or role, *arguments]
-        for change in SMALL:
-            words += ["--set", change]
-        with (self.folder / f"{name or role}.log").open("ab") as log:
-            process = subprocess.Popen(words, env=self.environment, stdout=log, stderr=log, cwd=directory)
-        self.processes[name or role] = process
-        return process
+        words += ["--recipe", str(self.recipe), "--name", name, *arguments, *SMALL]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            started = subprocess.Popen(words, env=self.environment, stdout=log, stderr=log, cwd=directory)
+        self.processes[name] = started
 
     def command(self, host, *words):
         command, output = [*host.enter, *CLI, *words], {"capture_output": True, "text": True}
         done = subprocess.run(command, env=self.environment, **output, timeout=PATIENCE_S, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
-
-    def output_of(self, name):
-        return (self.folder / f"{name}.log").read_text()
 
     def until(self, reached, what):
         deadline = time.monotonic() + PATIENCE_S
@@ -93,9 +87,10 @@ def test_run_works_with_roles_on_two_hosts(tmp_path, transport):
         run.start(one, "trainer", *weights)
         run.start(two, "actor")
         run.start(two, "engine", "--host", two.address, "--port", "8001", name="engine-0")
-        hidden = run.start(two, "engine", "--port", "8002", name="hidden")
-        assert hidden.wait(PATIENCE_S) == 2
-        assert f"where other machines cannot reach it; start it with --host {two.address}" in run.output_of("hidden")
+        run.start(two, "engine", "--port", "8002", name="hidden")
+        assert run.processes["hidden"].wait(PATIENCE_S) == 2
+        hint = f"where other machines cannot reach it; start it with --host {two.address}"
+        assert hint in (tmp_path / "hidden.log").read_text()
         run.start(one, "engine", "--host", "0.0.0.0", "--port", "8001", name="engine-1")
         run.until(lambda: any(event["engines"] == 2 for event in events("publish")), "a publication to both")
         reached = step()

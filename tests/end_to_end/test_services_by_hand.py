@@ -1,4 +1,4 @@
-"""Services started one by one, without a launcher: to swap an engine, the user types the command that is printed."""
+"""Services started one by one, without a launcher, and adopted: each that is killed comes back."""
 
 import subprocess
 import time
@@ -29,7 +29,7 @@ def started(arguments, log):
 
 @contextmanager
 def services(folder):
-    """Start every role of a run; yield its directory, the engine's port and the processes by role."""
+    """Start every role of a run; yield its directory and the processes by role."""
     recipe, directory = bigram_recipe(folder / "bigram", walking=True), folder / "run"
     ports = dict(zip(("redis", "controller", "engine"), free_ports(3), strict=True))
     common = [
@@ -42,17 +42,17 @@ def services(folder):
         for role in ("redis", "controller", "engine", "actor", "trainer"):
             listens = ["--port", str(ports[role])] if role in ports else []
             roles[role] = stack.enter_context(started([role, *common, *listens], folder / f"{role}.log"))
-        yield directory, ports["engine"], roles
+        yield directory, roles
 
 
-def until(directory, reached):
-    assert callable(reached)
+def step_after(directory, step):
+    """Wait until the run is past this step; return its step."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         try:
             with controller_of(directory) as controller:
-                if reached(status := controller.status()):
-                    return status
+                if (now := controller.status().step) > step:
+                    return now
         except UserError:
             pass
         time.sleep(0.1)
@@ -64,8 +64,8 @@ def until(directory, reached):
 @pytest.mark.timeout(600)
 def test_adopted_services_come_back_after_they_are_killed_and_the_run_goes_on(tmp_path):
     with ExitStack() as stack:
-        directory, _, roles = stack.enter_context(services(tmp_path))
-        step = until(directory, lambda status: status.step > 2).step
+        directory, roles = stack.enter_context(services(tmp_path))
+        step = step_after(directory, 2)
         adopted = tmp_path / "adopt.log"
         stack.enter_context(started(["adopt", str(directory)], adopted))
         wait_until(lambda: adopted.read_text().count("watching") == len(roles), "all roles are watched")
@@ -73,7 +73,6 @@ def test_adopted_services_come_back_after_they_are_killed_and_the_run_goes_on(tm
             process.kill()
             name = {"engine": "engine-0", "actor": "actor-0"}.get(role, role)
             wait_until(lambda name=name: f"{name} died; restarting it" in adopted.read_text(), f"{name} is restarted")
-            before = step
-            step = until(directory, lambda status, before=before: status.step > before + 2).step
+            step = step_after(directory, step + 2)
             print(f"{role} is back: step {step}")
         assert "continues without" not in adopted.read_text()

@@ -3,8 +3,8 @@
 A data set's own splits are used where it has them; other splits are taken from the training rows, by the hash of each
 row's question. Rows of one task (equal question, answer and metadata, or equal `id_field`) become one problem.
 Validation and held-out problems are never trained on: a training row with the same question as a row of another split's
-files is dropped. With `split_by = "task"`, splits are made and kept apart by task instead of question. `RowCounts` says
-how many rows each rule dropped.
+files is dropped. With `split_by = "task"`, splits are made and kept apart by task instead of question. The source's
+`summary` says how many rows each rule dropped.
 """
 
 from __future__ import annotations

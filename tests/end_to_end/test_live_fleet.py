@@ -45,6 +45,17 @@ def test_engine_that_cannot_start_does_not_affect_the_run(tmp_path):
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(3600)
+def test_twenty_swaps_of_engines_lose_no_rollouts(tmp_path):
+    directory = tmp_path / "run"
+    with launched(new_run(directory, *LONG), directory) as run:
+        until_serving(run, "engine-0")
+        swap_to_and_fro(run, ["torch"], times=20)
+        stop(run)
+    assert_nothing_lost(run)
+
+
+@pytest.mark.chaos
 @pytest.mark.timeout(7200)
 def test_hundred_engine_kills_lose_no_rollouts_and_stall_at_most_15_seconds(tmp_path):
     directory = tmp_path / "run"

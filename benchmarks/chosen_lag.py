@@ -6,8 +6,9 @@
     one off               (1, 2), the setting of `tiny`
     fixed j, k            (1, 8): k bounds the staleness, and the run chooses the lag within it
 
-`--recipe` takes another recipe than `tiny`, and `--steps` its number of steps. In `--recipe compute_bound`, the
-trainer's compute dominates: a random decoder of 24 MB learns to answer with vowels.
+`--recipe` takes another recipe than `tiny`, and `--steps` its number of steps. With `--recipe compute_bound`, the compute
+of a random decoder of 310 MB dominates. It hardly learns, so that the answers of all arms are equally long.
+
 Learning curves of few seeds are too noisy to compare settings, so the figures are the median seconds of a step after
 the first third of the run, and the lag. A ratio compares the arms of one seed, which run one after the other.
 """
@@ -30,9 +31,10 @@ RECIPE: Final = "tiny"
 _COMPUTE_BOUND: Final = """
 base = "tiny"
 run.name = "compute_bound"
-engine = { slots = 64, context_length = 64 }
+engine = { slots = 16, context_length = 64 }
 sampling.max_tokens = 24
-training.rollouts_per_step = 64
+training.rollouts_per_step = 16
+optimizer.learning_rate = 1e-9
 [[domains]]
 name = "vowels"
 source = "reasoning_gym:spell_backward"
@@ -72,7 +74,7 @@ def run(
 
 def compute_bound(folder: Path) -> Path:
     """Write the recipe `compute_bound` and its model into `folder`; return the recipe's path."""
-    random_decoder(DebugSize.MB_24).save_pretrained(folder / "model")
+    random_decoder(DebugSize.MB_310).save_pretrained(folder / "model")
     char_tokenizer().save_pretrained(str(folder / "model"), save_jinja_files=False)
     recipe = folder / "compute_bound.toml"
     recipe.write_text(f'model.path = "{folder / "model"}"{_COMPUTE_BOUND}')

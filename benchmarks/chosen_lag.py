@@ -6,8 +6,8 @@
     one off               (1, 2), the setting of `tiny`
     fixed j, k            (1, 8): k bounds the staleness, and the run chooses the lag within it
 
-`--recipe` takes another recipe than `tiny`, and `--steps` its number of steps. With `--recipe compute_bound`, the compute
-of a random decoder of 310 MB dominates. It hardly learns, so that the answers of all arms are equally long.
+`--recipe` takes another recipe than `tiny`, and `--steps` its number of steps. With `--recipe compute_bound`, the
+compute of a random decoder of 310 MB dominates. It hardly learns, so that the answers of all arms are equally long.
 
 Learning curves of few seeds are too noisy to compare settings, so the figures are the median seconds of a step after
 the first third of the run, and the lag. A ratio compares the arms of one seed, which run one after the other.

@@ -35,8 +35,9 @@ UNPRICED: Final = (
 #: A shrinks by this share of its distance to `too_few`, unless that is less than `_CLOSE`.
 _NARROWED: Final = 1 / 3
 _CLOSE: Final = 0.35
-#: How far `too_few` falls whenever it keeps A from shrinking.
+#: How far `too_few` falls whenever it keeps A from shrinking where lag is dear, and for each step's groups left over.
 _FORGOTTEN: Final = 0.005
+_DOUBTED: Final = 0.25
 #: Steps of which the median counts in `Turns`, of the way that the run takes, and of the other way when it is tried.
 _STEPS_TO_KNOW: Final = 8
 _STEPS_TO_TRY: Final = 3
@@ -168,7 +169,7 @@ class LagRule(msgspec.Struct, kw_only=True):
 
         queue longer than ¾ of a step                A shrinks: orders would only age, whichever part is slow later
         trainer waits for more than the price p      A − 1 grows by the excess, unless orders queue in engines
-        groups left over in each of four steps       A shrinks by the fewest groups left over
+        groups left over in each of four steps       A shrinks by the fewest, but not to the last A with long waits
         waits below p/2 where lag is dear            A shrinks by a third of the way to the last A with long waits
         trainer waits longer after A has shrunk      A returns to what it was
         publications hold the trainer                j grows while a rarer publication gains more than half a version
@@ -182,7 +183,7 @@ class LagRule(msgspec.Struct, kw_only=True):
     j: int = 1
     """The versions between two publications."""
     too_few: float = 0.0
-    """The last A with which the trainer waited too long: A does not come close to it while nothing is left over."""
+    """The last A with which the trainer waited too long: A does not come close to it."""
     enough: float = 0.0
     """After A has shrunk, what it was before; 0 after other changes."""
     cost: float = 0.01
@@ -283,7 +284,9 @@ class LagRule(msgspec.Struct, kw_only=True):
             self.too_few, self.steps, self.enough = self.steps, self.enough or grown, 0.0
         elif number >= _STEPS_TO_SHRINK:
             self.is_cold = False
-            shrinks = min(each.left_over for each in self.seen)
+            left_over = min(each.left_over for each in self.seen)
+            shrinks = min(left_over, max(0.0, self.steps - self.too_few - _CLOSE))
+            self.too_few -= _DOUBTED * (left_over - shrinks)
             if price > LEAST_PRICE and wait < price / 2:
                 room = self.steps - max(2.0, self.too_few)
                 if room < _CLOSE:

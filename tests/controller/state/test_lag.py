@@ -66,6 +66,12 @@ def test_lag_shrinks_by_the_groups_that_each_of_four_steps_left_over():
     assert noted(rule, left_over=9.0, steps=8) == 2, "the step that trains and the next one"
 
 
+def test_groups_left_over_shrink_the_lag_to_what_made_the_trainer_wait_only_slowly():
+    rule = begun(steps=5.0, too_few=3.0)
+    assert noted(rule, left_over=4.0, steps=4) == pytest.approx(3.35)
+    assert noted(rule, left_over=4.0, steps=40) == 2, "lag that long leaves over more than a step's groups is too much"
+
+
 def test_lag_shrinks_while_orders_queue_and_does_not_grow_though_the_trainer_waits():
     rule = begun(steps=8.0)
     assert noted(rule, waited=0.5, queued=0.5, steps=2) == 8

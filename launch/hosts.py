@@ -158,7 +158,7 @@ def _read(word: str, gpus: int | None, *, may_use: bool) -> Host:
     return Host(name=name, address=address or name, devices=devices, roles=roles)
 
 
-#: What CUDA takes for the name of a device.
+#: Names of devices that CUDA accepts.
 _DEVICE: Final = re.compile(r"\d+$|GPU-|MIG-")
 #: Seconds for `nvidia-smi` to answer; without persistence mode it first wakes the GPUs, which takes seconds.
 _DEADLINE_S: Final = 30.0

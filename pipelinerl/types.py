@@ -8,7 +8,7 @@ Letters in shapes: C context tokens that the environment wrote, N tokens that th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Any, Final, NamedTuple
 
@@ -106,6 +106,16 @@ class DomainSampling:
     max_tokens: int | None = None
     stop: tuple[str, ...] | None = None
     chat_template_kwargs: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+
+    def of(self, run: Sampling) -> Sampling:
+        """Return the domain's sampling, given the run's."""
+        return replace(
+            run,
+            num_samples=self.group_size or run.num_samples,
+            temperature=run.temperature if self.temperature is None else self.temperature,
+            max_tokens=self.max_tokens or run.max_tokens,
+            stop=run.stop if self.stop is None else self.stop,
+        )
 
 
 class IssuedAt(NamedTuple):

@@ -111,7 +111,7 @@ class EngineBudget:
         return self.total - self.cache + self.sequence
 
     def most_slots(self, left: int) -> int:
-        """Return the most slots whose workspace and states fit `left` bytes beside all else and a sequence's cache."""
+        """Return the most slots whose workspace and states and all else fit `left` bytes, with one sequence's cache."""
         of_slots = self.logits + self.states
         return max(0, (left - (self.least - of_slots)) * self.slots // of_slots)
 

@@ -427,7 +427,7 @@ class Backlog:
         """Number of items that are accepted and not done."""
 
     def admit(self, count: int, *, protocol: int) -> None:
-        """Raise `RequestRefused` for another protocol, or without room for `count` items beside others."""
+        """Raise `RequestRefused` for another protocol, or without room for `count` more items."""
         if protocol != self._protocol:
             message = f"protocol must be {self._protocol}, got {protocol}: use one version of pipelinerl"
             raise RequestRefused(409, OTHER_PROTOCOL, message)

@@ -46,7 +46,7 @@ class RandomDeaths:
 
     @property
     def is_quiet(self):
-        # So many empty polls take longer than it takes until an unacknowledged entry can be claimed again.
+        # These empty polls outlast the time after which an unacknowledged entry can be claimed again.
         return not self.deaths_left and self.empty_polls >= 15
 
     def counted(self, entries):

@@ -284,19 +284,13 @@ class Controller:
             version=state.version,
             frontier=state.account.consumed.frontier,
         )
-        common, own = settings.sampling, settings.by_domain.get(problem.domain, DomainSampling())
+        own = settings.by_domain.get(problem.domain, DomainSampling())
         return PromptOrder(
             order_id=f"prompt-{index:06d}",
             index=index,
             purpose=Purpose.TRAINING,
             problem=problem,
-            sampling=replace(
-                common,
-                num_samples=own.group_size or common.num_samples,
-                temperature=state.knobs.temperature if own.temperature is None else own.temperature,
-                max_tokens=own.max_tokens or common.max_tokens,
-                stop=common.stop if own.stop is None else own.stop,
-            ),
+            sampling=own.of(replace(settings.sampling, temperature=state.knobs.temperature)),
             seed=rng.key(settings.run.seed, "sampling", index),
             chat_template_kwargs=own.chat_template_kwargs,
             issued_at=IssuedAt(state.epoch, state.version),

@@ -135,20 +135,20 @@ def evaluation_order(
     """
     asked, place = plan.question(index)
     problem = held_out_problem(asked.name, place)
-    common, own = settings.sampling, settings.by_domain.get(problem.domain, DomainSampling())
+    own = settings.by_domain.get(problem.domain, DomainSampling())
+    sampling = own.of(settings.sampling)
     return PromptOrder(
         order_id=f"eval-{version}-{number}-{index:06d}",
         index=index,
         purpose=Purpose.EVALUATION,
         problem=problem,
         sampling=replace(
-            common,
+            sampling,
             num_samples=asked.samples,
             temperature=asked.temperature,
             top_p=1.0,
             top_k=0,
-            max_tokens=asked.max_tokens or own.max_tokens or common.max_tokens,
-            stop=common.stop if own.stop is None else own.stop,
+            max_tokens=asked.max_tokens or sampling.max_tokens,
         ),
         seed=rng.key(settings.run.seed, "evaluation", place),
         engine=engine,

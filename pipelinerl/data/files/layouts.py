@@ -113,7 +113,7 @@ def _is_data(path: Path, folder: Path) -> bool:
 
 
 def _by_name(folder: Path, files: Iterable[Path]) -> Layout:
-    """Group files by the split's name in their path; beside others, unnamed ones are training files or left out."""
+    """Group files by the split's name in their path; if some are named, others are training files or omitted."""
     splits: dict[str, list[Path]] = {}
     for file in files:
         words = re.split(r"[^a-z]+", file.relative_to(folder).as_posix().lower())

@@ -65,7 +65,7 @@ def disk_line(config: RunConfig, predicted: MemoryPrediction) -> str:
 
 
 def disk_faults(config: RunConfig, predicted: MemoryPrediction, place: Path | None = None) -> Iterator[str]:
-    """Yield an error, with keys and values that would fit, if the run does not fit beside what is in `place`."""
+    """Yield an error, with keys and values that would fit, if what the run has yet to write does not fit `place`."""
     place = place or config.run_directory
     written = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
     needed, free = max(0, run_bytes(config, predicted) - written), free_bytes(place)

@@ -54,7 +54,7 @@ _MOST: Final = Limits(
 )  # fmt: skip
 _BOUNDED: Final = ("cpu_s", "wall_s", "memory_bytes", "output_bytes", "error_bytes", "disk_bytes", "inodes",
                    "processes", "open_files")  # fmt: skip
-#: The cause that a client is told for each exception; a `ValueError` means an invalid link.
+#: The cause in the reply to a client, by exception; a `ValueError` means an invalid link.
 _CAUSES: Final[dict[type[Exception], str]] = {
     CheckerFailed: wire.CHECKER,
     ToolchainMissing: wire.NO_TOOLCHAIN,

@@ -111,7 +111,7 @@ class EngineBudget:
         return self.total - self.cache + self.sequence
 
     def most_slots(self, left: int) -> int:
-        """Return the most slots whose workspace and states and all else fit `left` bytes, with one sequence's cache."""
+        """Return the most slots for which `left` bytes suffice, with the cache of one sequence."""
         of_slots = self.logits + self.states
         return max(0, (left - (self.least - of_slots)) * self.slots // of_slots)
 

@@ -20,6 +20,8 @@ from inference_contract.schemas import ChatCompletion
 from inference_contract.weights import DType, OnUpdate
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from inference_contract.conformance.reference import Difference, Reference, Rows, Weights
 
 _TOKENS: Final = 24
@@ -211,15 +213,11 @@ def _in_flight(session: Session, on_update: OnUpdate) -> str:
     crossed = 0
     for rows, ends in _crossing(session, before, due, on_update):
         kept, recomputed = reference.across_update(rows, ends, before, due)
-        if on_update is OnUpdate.CONTINUE:
-            # An engine that had to evict a row computes it again, which is right, too.
-            closer = (rows.logprobs - kept).abs().mean(1) <= (rows.logprobs - recomputed).abs().mean(1)
-            expected = kept.where(closer[:, None], recomputed)
-        else:
-            expected = recomputed
+        is_kept = on_update is OnUpdate.CONTINUE
+        expected = _over_evictions(rows.logprobs, kept, recomputed) if is_kept else recomputed
         found = reference.difference([rows], [expected])
         if not found.is_allowed:
-            stale = on_update is OnUpdate.RECOMPUTE_KV and reference.difference([rows], [kept]).is_allowed
+            stale = not is_kept and reference.difference([rows], [kept]).is_allowed
             raise AssertionError(
                 f"across an update with on_update={on_update} {found}"
                 + ("; they are those over the old version's cache" if stale else "")
@@ -228,6 +226,21 @@ def _in_flight(session: Session, on_update: OnUpdate) -> str:
         if crossed >= _CROSSING[1]:
             return f"{crossed} answers across updates; {found}"
     raise NotOffered("no sample was in flight while new weights were committed; try a longer timeout")
+
+
+def _over_evictions(logprobs: Tensor, kept: Tensor, recomputed: Tensor) -> Tensor:
+    """Return the log-probs [n, T] that the engine's should be, if it may evict a row and compute it again.
+
+    An eviction at token p, of which no answer tells, leaves `kept` before p and `recomputed` from there on, all of the
+    row if it came before the update. Each row takes the p that leaves the least difference.
+    """
+    import torch
+
+    before, after = ((logprobs - each).abs().cumsum(1) for each in (kept, recomputed))
+    nothing = before.new_zeros(len(before), 1)
+    lost = torch.cat([nothing, before], 1) + after[:, -1:] - torch.cat([nothing, after], 1)
+    evicted = lost.argmin(1, keepdim=True)
+    return kept.where(torch.arange(kept.shape[1]) < evicted, recomputed)
 
 
 def cache_equals_a_new_prefill(session: Session) -> str | None:

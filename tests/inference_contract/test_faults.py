@@ -12,6 +12,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from inference_contract.conformance import CheckOutcome, reference_checks, run
 from inference_contract.conformance.faults import sent_to
 from inference_contract.conformance.session import Expected, Session
+from inference_contract.weights import OnUpdate
 from pipelinerl.engines.http.server import create_app
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch import engine as torch_engine
@@ -99,6 +100,23 @@ def checked(model, directory, precision, only):
 def test_correct_engine_computes_as_the_reference(model, precision):
     results = checked(model, model, precision, CHECKS)
     assert {result.name: result.reason for result in results if result.outcome is not CheckOutcome.PASSED} == {}
+
+
+def test_row_that_is_evicted_after_an_update_equals_the_reference(model):
+    """A cache of four contexts evicts rows, some after the update: from there on, all is the new version's."""
+    evicted = 0
+    with served(model, "float32", 4) as url, Session(url, token=None, timeout_s=PATIENCE_S, host=LOOPBACK) as session:
+        session.expected = Expected(model=model)
+        reference = reference_checks.reference_of(session)
+        before, due = reference_checks._two_versions(session, reference)
+        for rows, ends in reference_checks._crossing(session, before, due, OnUpdate.CONTINUE):
+            kept, recomputed = reference.across_update(rows, ends, before, due)
+            expected = reference_checks._over_evictions(rows.logprobs, kept, recomputed)
+            torch.testing.assert_close(rows.logprobs, expected, atol=1e-4, rtol=0)
+            evicted += int(((expected != kept).any(1) & (expected != recomputed).any(1)).sum())
+            if evicted:
+                return
+    pytest.fail("no row was evicted after an update")
 
 
 def test_faults_are_sent_to_a_correct_engine_and_compared_with_the_reference(model):

@@ -163,8 +163,8 @@ class TrainingLoop:
             if self._must_rewind:
                 await self._rewind()
             began = time.monotonic()
-            if (batch := await self._collect()) is not None:
-                await self._train(batch, wait_s=time.monotonic() - began)
+            if (groups := await self._collect()) is not None:
+                await self._train(groups, wait_s=time.monotonic() - began)
         await self.publishing.finish()
         await self.checkpointing.finish()
         stopped = TrainerStopped(epoch=self._current.epoch, model_version=self.version, left=self.leaving)
@@ -179,8 +179,8 @@ class TrainingLoop:
 
     # --- collect ---------------------------------------------------------------------------------------------------
 
-    async def _collect(self) -> TrainBatch | None:
-        """Wait for the next batch; return None if meanwhile the run stops or the trainer leaves."""
+    async def _collect(self) -> list[RolloutGroup] | None:
+        """Wait for the next step's groups; return None if meanwhile the run stops or the trainer leaves."""
         batcher = self.batcher
         progress_at = reported_at = time.monotonic()
         while not (self.leaving or self._current.stop or self._must_rewind):
@@ -188,8 +188,8 @@ class TrainingLoop:
             await self.publishing.raise_if_failed()
             if disproved := self.publishing.ask_again(self.version):
                 batcher.doubt(disproved)
-            if (batch := self._next_batch()) is not None:
-                return batch
+            if (groups := self._next_groups()) is not None:
+                return groups
             if time.monotonic() - progress_at > self.link.deadline_s:
                 raise DeadlineError(
                     f"step {self.version + 1} needs {self._current.knobs.rollouts_per_step} rollouts and has "
@@ -217,7 +217,7 @@ class TrainingLoop:
                 reported_at = now
         return None
 
-    def _next_batch(self) -> TrainBatch | None:
+    def _next_groups(self) -> list[RolloutGroup] | None:
         knobs, producing, batcher, overdue = self._current.knobs, self.version + 1, self.batcher, self.overdue
 
         def must_wait(chosen: Sequence[int]) -> bool:
@@ -231,7 +231,7 @@ class TrainingLoop:
             )
             return overdue.must_wait(late, step=producing)
 
-        groups = batcher.take(
+        return batcher.take(
             StepBudget(rollouts=knobs.rollouts_per_step, tokens=self.settings.tokens_per_step),
             producing=producing,
             bounds=StalenessBounds(1, knobs.k),
@@ -239,16 +239,17 @@ class TrainingLoop:
             proof_of=self.publishing.proof_of,
             must_wait=None if overdue is None else must_wait,
         )
-        if groups is None:
-            return None
-        objective, baselines = self.objective.current, self.objective.baselines
-        return build(groups, self.step.rules, objective=objective, producing=producing, baselines=baselines)
 
     # --- step ------------------------------------------------------------------------------------------------------
 
-    async def _train(self, batch: TrainBatch, *, wait_s: float) -> None:
-        """Take a batch's steps and report them; skip it if not finite, dissolve it if an engine is faulty."""
+    def _batch(self, groups: Sequence[RolloutGroup]) -> TrainBatch:
+        objective, baselines = self.objective.current, self.objective.baselines
+        return build(groups, self.step.rules, objective=objective, producing=self.version + 1, baselines=baselines)
+
+    async def _train(self, groups: Sequence[RolloutGroup], *, wait_s: float) -> None:
+        """Train these groups and report it; skip their batch if not finite, dissolve it if an engine is faulty."""
         began = time.monotonic()
+        batch = await self._in_worker(lambda: self._batch(groups))
         try:
             accumulated = await self._in_worker(lambda: self.step.accumulate(batch))
             computed = time.monotonic()

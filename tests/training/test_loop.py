@@ -188,6 +188,22 @@ async def room(tmp_path, **given):
         assert made.engines.closed
 
 
+async def test_building_a_batch_counts_as_work_of_the_step_and_not_as_a_wait_for_rollouts(tmp_path, monkeypatch):
+    def build(*given, **named):
+        time.sleep(0.5)
+        return real(*given, **named)
+
+    real = loop_module.build
+    monkeypatch.setattr(loop_module, "build", build)
+    async with room(tmp_path) as made:
+        await made.begin()
+        await made.roll_out(0, 1, 2, 3)
+        await made.wait_for(StepDone)
+        await made.say("e1-step-1")
+        stats = (await made.wait_for(StepDone, 2)).stats
+        assert stats["step_s"] >= 0.5 > stats["wait_s"]
+
+
 # --- proofs of engines ------------------------------------------------------------------------------------------------
 
 

@@ -142,7 +142,9 @@ class Controller:
 
     # --- events ----------------------------------------------------------------------------------------------------
 
-    def handle(self, report: Report, *, now: float, queued: int = 0, busy: float | None = None) -> list[Effect]:
+    def handle(
+        self, report: Report, *, now: float, queued: int | None = None, busy: float | None = None
+    ) -> list[Effect]:
         """Process a report; ignore reports of earlier trainers (lower epochs), and answer a repeated report again.
 
         For `queued` and `busy` see `ReportReceived`.
@@ -313,7 +315,7 @@ class Controller:
             return lag.steps
         return 1.0 if self._is_unpriced else lag.ahead
 
-    def _note_lag(self, figures: Mapping[str, float], *, queued: int, busy: float | None) -> None:
+    def _note_lag(self, figures: Mapping[str, float], *, queued: int | None, busy: float | None) -> None:
         """Adapt the lag (`LagRule`) after a training step.
 
         The rule ignores each step during which an evaluation takes engines, since it makes the trainer wait, or an
@@ -333,7 +335,7 @@ class Controller:
             waited=figures.get("wait_s", 0.0) / step_s,
             held=figures.get("publish_wait_s", 0.0) / step_s,
             left_over=int(figures.get("waiting_groups", 0)) * knobs.max_group_size / per_step,
-            queued=queued / per_step,
+            queued=None if queued is None else queued / per_step,
             ess=None if self.settings.lag_loss is None else figures.get("ess"),
             age=figures.get("staleness_mean"),
             seconds=figures.get("wait_s", 0.0) + step_s,
@@ -405,7 +407,9 @@ class Controller:
             self._answer(report.report_id, publish_to=sorted(state.fleet.members()), saves=has_rewound),
         ]
 
-    def _step_done(self, report: messages.StepDone, *, queued: int, busy: float | None, now: float) -> list[Effect]:
+    def _step_done(
+        self, report: messages.StepDone, *, queued: int | None, busy: float | None, now: float
+    ) -> list[Effect]:
         self.state.version = report.model_version
         self.state.trainer.note_step(report.model_version)
         self.state.account.update(report.consumed)

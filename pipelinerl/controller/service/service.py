@@ -87,8 +87,8 @@ _DIRECTIVES_KEPT: Final = 64
 _IDLE_S: Final = 2.0
 #: The launcher counts as gone after this many seconds without a request; it polls the status twice a second.
 _LAUNCHER_S: Final = 10.0
-
-
+#: Polls of the engines that show how many rollouts they always had in their queues.
+_POLLS_TO_KNOW: Final = 2
 #: The status shows at most this many incidents, and reads at most this many bytes of the event log for them.
 _MOST_INCIDENTS: Final = 10
 _LOG_BYTES: Final = 1 << 22
@@ -154,8 +154,8 @@ class ControllerService:
         self._restarts = restarts
         self.controller = controller
         self.watch = EngineWatch()
-        # Rollouts that no engine had begun, at each poll since the newest step.
-        self._queues = [0]
+        # Rollouts that no engine had begun, at each poll since they were last given to the controller's decisions.
+        self._queues: list[int] = []
         # Seconds for which the cores that engines and trainer share were busy, as of the last step, and its time.
         self._busy: tuple[float | None, float] = (None, 0.0)
         self.verifiers = VerifierLeases(clock)
@@ -377,9 +377,10 @@ class ControllerService:
                 self._samples.put(samples_of(report, current=evaluation, time=time.time()))
             report = msgspec.structs.replace(report, shown=None)  # `shown` affects no decision, so it is not journaled
         try:
-            queued, busy = 0, None
+            queued, busy = None, None
             if isinstance(report, StepDone):
-                queued, self._queues = min(self._queues), self._queues[-1:]
+                if len(self._queues) >= _POLLS_TO_KNOW:
+                    queued, self._queues = min(self._queues), []
                 busy = self._busy_share()
             received = ReportReceived(now=self._now(), report=report, entry_id=entry.entry_id, queued=queued, busy=busy)
             await self.perform(received)

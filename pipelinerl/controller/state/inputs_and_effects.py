@@ -23,13 +23,14 @@ class Input(msgspec.Struct, frozen=True, kw_only=True, tag_field="input", tag=Tr
 class ReportReceived(Input, frozen=True):
     """A report of the trainer or of an actor, with the id of its entry in the `reports` stream.
 
-    With `StepDone`, `queued` is the fewest rollouts at any time since the previous step that no engine had begun, and
-    `busy` is the share of the machine's cores that were busy since then, if engines and trainer share them.
+    With `StepDone`, `queued` is the fewest rollouts at any time since it was last given that no engine had begun; None
+    while too few polls of the engines show that. `busy` is the share of the machine's cores that were busy since the
+    previous step, if engines and trainer share them.
     """
 
     report: Report
     entry_id: str
-    queued: int = 0
+    queued: int | None = None
     busy: float | None = None
 
 

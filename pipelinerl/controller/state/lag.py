@@ -63,7 +63,8 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
         waited: the trainer's wait for rollouts.
         held: the trainer's wait for a publication to end.
         left_over: complete groups that the step left over, divided by the groups per step.
-        queued: the fewest rollouts at any time of the step that no engine had begun, divided by those of a step.
+        queued: the fewest rollouts at any time that no engine had begun, since this was last known, divided by those of
+            a step; None if unknown, as after most steps that are shorter than the interval at which engines are asked.
         ess: effective sample size of the step's importance weights, from 0 to 1; None without such weights.
         age: mean staleness of the step's rollouts in versions, 1 on policy; None if unknown.
         sampling: the time from an order to its judged answers; 0 if unknown.
@@ -74,7 +75,7 @@ class StepFigures(msgspec.Struct, frozen=True, kw_only=True):
     waited: float
     held: float = 0.0
     left_over: float = 0.0
-    queued: float = 0.0
+    queued: float | None = 0.0
     ess: float | None = None
     age: float | None = None
     sampling: float = 0.0
@@ -240,7 +241,7 @@ class LagRule(msgspec.Struct, kw_only=True):
             return
         self.seen.append(step)
         before = self.steps, self.j
-        self._adapt(step.queued)
+        self._adapt()
         cap = max(2.0, (1 + self.cost) / (2 * self.cost)) if self.cost > 0 else math.inf
         wanted = min(self.steps, cap)
         self.steps = max(2.0, min(wanted, most))
@@ -274,12 +275,15 @@ class LagRule(msgspec.Struct, kw_only=True):
             f"j = {j or self.j}: {reason}"
         )
 
-    def _adapt(self, queued: float) -> None:
+    def _adapt(self) -> None:
         number, price = len(self.seen), self.price
         wait = sum(min(each.waited, 2.0) for each in self.seen) / number
-        if queued > 0.75:
+        queued = next((each.queued for each in reversed(self.seen) if each.queued is not None), None)
+        if queued is None and wait > price:
+            return  # it decides whether A should grow
+        if queued is not None and queued > 0.75:
             self.steps, self.enough = self.steps - min(0.5, queued - 0.5), 0.0
-        elif wait > price and queued <= 0.25 and number >= _STEPS_TO_GROW:
+        elif queued is not None and wait > price and queued <= 0.25 and number >= _STEPS_TO_GROW:
             grown = 1 + (self.steps - 1) * (1 + min(1.0, wait - price))
             self.too_few, self.steps, self.enough = self.steps, self.enough or grown, 0.0
         elif number >= _STEPS_TO_SHRINK:

@@ -27,6 +27,7 @@ from pipelinerl.messages import (
     ConsumedReport,
     ShownAnswer,
     ShownProblem,
+    StepDone,
     TrainerStopped,
     decode_directive,
     encode,
@@ -241,6 +242,26 @@ async def test_engine_that_stops_answering_is_lost_and_rejoins_later(tmp_path):
         assert run.probe.polls[ENGINE] == polls_before, "an expelled engine is not polled"
     async with running(tmp_path, stream) as run:
         assert run.service.status().incidents[0].kind == "engine_lost", "also of the time before a restart"
+
+
+async def test_queue_of_the_engines_is_given_with_a_step_once_two_polls_have_shown_it(tmp_path, monkeypatch):
+    async with running(tmp_path) as run:
+        await run.start()
+        given, perform = [], run.service.perform
+
+        async def performed(change):
+            given.append(change)
+            await perform(change)
+
+        monkeypatch.setattr(run.service, "perform", performed)
+        run.probe.answer = FACTS | {"waiting_sequences": 3.0}
+        await run.until(lambda: run.service.watch.load(ENGINE).metrics.waiting_sequences == 3)
+        run.service._queues.clear()
+        await run.until(lambda: len(run.service._queues) >= 2)
+        run.service._poll_s = PATIENCE_S
+        await run.tell(step(1), step(2))
+        queued = [each.queued for each in given if isinstance(getattr(each, "report", None), StepDone)]
+        assert queued == [7, None], "three wait in the engine, four for an actor"
 
 
 async def test_unreachable_machine_does_not_delay_polls_of_other_engines(tmp_path):

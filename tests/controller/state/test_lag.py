@@ -79,6 +79,15 @@ def test_lag_shrinks_while_orders_queue_and_does_not_grow_though_the_trainer_wai
     assert noted(begun(steps=8.0), waited=0.5, queued=6.0) == 7.5, "at most half a step at once"
 
 
+def test_lag_grows_only_once_the_engines_queues_are_known():
+    rule = begun(steps=3.0)
+    assert noted(rule, waited=0.5, queued=None, steps=9) == 3
+    assert noted(rule, waited=0.5, queued=0.0) == pytest.approx(3.94)
+    noted(rule, waited=0.5, queued=None, steps=rule.rest)
+    assert noted(rule, waited=0.5, queued=None, steps=9) == pytest.approx(3.94), "the queue of before says nothing"
+    assert noted(rule, waited=0.5, queued=2.0) == pytest.approx(3.44)
+
+
 def test_low_sample_size_at_high_age_raises_the_price_of_lag_and_bounds_it():
     rule = begun(steps=8.0)
     assert rule.price == pytest.approx(0.03)

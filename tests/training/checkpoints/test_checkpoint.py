@@ -1,5 +1,6 @@
 """Checkpoints survive kills, truncation and bit flips are detected, and Hugging Face loads checkpoint directories."""
 
+import errno
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from pipelinerl.plugins.bigram.model import BigramModel
 from pipelinerl.training.checkpoints import checkpoint
 from pipelinerl.training.checkpoints.checkpoint import CheckpointFence, CheckpointStore, load
 from pipelinerl.training.checkpoints.manifest import Retention, TrainingState
-from tests.fakes.checkpoints import capture, model_directory, save, state_of
+from tests.fakes.checkpoints import LAYOUT, capture, model_directory, save, state_of, weights_of
 from tests.patience import PATIENCE_S
 from trainer_contract.types import TrainerSpec
 
@@ -108,6 +109,19 @@ def test_newest_complete_checkpoint_can_be_loaded_after_a_kill_at_any_point_of_a
         pytest.fail("save never ended")
     save(store, 6)
     assert not list(store.directory.glob(".*")), "what the killed ones left is gone"
+
+
+def test_capture_that_fails_frees_its_space_and_leaves_the_newest_checkpoint(store):
+    def full(path):
+        (path / "optimizer").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    save(store, 2)
+    with pytest.raises(OSError, match="No space left"):
+        store.capture(state_of(4), layout=LAYOUT, weights=weights_of(4), parts={"trainer": full})
+    assert [path.name for path in store.directory.iterdir() if path.is_dir()] == ["step-000002"]
+    save(store, 4)
+    assert latest(store) == state_of(4)
 
 
 def test_damaged_checkpoint_is_reported_and_skipped(store, caplog):

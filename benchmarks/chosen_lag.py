@@ -6,8 +6,9 @@
     one off               (1, 2), the setting of `tiny`
     fixed j, k            (1, 8): k bounds the staleness, and the run chooses the lag within it
 
-`--recipe` takes another recipe than `tiny`, and `--steps` its number of steps. With `--recipe compute_bound`, the
-compute of a random decoder of 310 MB dominates. It hardly learns, so that the answers of all arms are equally long.
+`--recipe` takes another recipe than `tiny`, and `--steps` its number of steps. With `--recipe heavy_tailed`, `tiny`
+gets words of heavy-tailed lengths, as in `schedules`. With `--recipe compute_bound`, the compute of a random decoder of
+310 MB dominates. It hardly learns, so that the answers of all arms are equally long.
 
 Learning curves of few seeds are too noisy to compare settings, so the figures are the median seconds of a step after
 the first third of the run, and the lag. A ratio compares the arms of one seed, which run one after the other.
@@ -23,6 +24,7 @@ from statistics import fmean, median
 from typing import Final
 
 from benchmarks.arms import Column, Figures, FinishedRun, Job, by_arm, measured, steps_of, table, training_clock
+from benchmarks.schedules import Cell
 from pipelinerl.plugins.warmstart.tiny_decoder import DebugSize, char_tokenizer, random_decoder
 from pipelinerl.types import Problem
 
@@ -63,7 +65,11 @@ def run(
     steps, name = steps or (30 if quick else 150), Path(recipe).stem
     changes = (f"run.steps={steps}", f"evaluation.interval_steps={steps}", "evaluation.problems=16")
     with tempfile.TemporaryDirectory(prefix="pipelinerl-chosen-lag-") as folder:
-        path = str(compute_bound(Path(folder))) if recipe == "compute_bound" else recipe
+        path = recipe
+        if recipe == "compute_bound":
+            path = str(compute_bound(Path(folder)))
+        elif recipe == "heavy_tailed":
+            path, changes = RECIPE, (*changes, *Cell(recipe=RECIPE, lengths="heavy-tailed", optimizer_steps=0).changes)
         jobs = [Job(arm, seed, path, (*changes, *own)) for seed in seeds for arm, own in ARMS.items()]
         record = "chosen_lag" if recipe == RECIPE else f"chosen_lag_{name}"
         runs = measured(record, jobs, _figures, quick=quick, judged=False)

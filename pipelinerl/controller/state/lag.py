@@ -15,7 +15,6 @@ It is pure arithmetic on the steps' figures, so the journal and checkpoints rest
 from __future__ import annotations
 
 import math
-from statistics import median
 from typing import Final
 
 import msgspec
@@ -38,9 +37,11 @@ _CLOSE: Final = 0.35
 #: How far `too_few` falls whenever it keeps A from shrinking where lag is dear, and for each step's groups left over.
 _FORGOTTEN: Final = 0.005
 _DOUBTED: Final = 0.25
-#: Steps of which the median counts in `Turns`, of the way that the run takes, and of the other way when it is tried.
+#: Steps that `Turns` looks at before it judges a way, and before it judges one that is clearly faster or slower.
 _STEPS_TO_KNOW: Final = 8
 _STEPS_TO_TRY: Final = 3
+#: A way is clearly faster if it takes less than this share of the other's seconds.
+_CLEARLY: Final = 0.85
 #: The other way is tried if it promises to take less than this share of the seconds.
 _PROMISING: Final = 0.95
 #: A trial ends at once with a step that takes this many times the seconds of the way before.
@@ -112,13 +113,13 @@ class Turns(msgspec.Struct, kw_only=True):
 
     @property
     def seconds(self) -> float:
-        """Median seconds of a step; 0 if unknown."""
-        return median(seconds for seconds, _ in self.seen) if self.seen else 0.0
+        """Mean seconds of a step; 0 if unknown."""
+        return _mean([seconds for seconds, _ in self.seen])
 
     @property
     def least_s(self) -> float:
-        """Least seconds of a step of the other way; 0 if unknown."""
-        return median(least for _, least in self.seen) if self.seen else 0.0
+        """Least mean seconds of a step of the other way; 0 if unknown."""
+        return _mean([least for _, least in self.seen])
 
     def note_step(self, step: StepFigures, *, taught: float, grows: bool) -> None:
         """Compare both ways after a step that taught the share `taught`; a lag that `grows` is not judged yet."""
@@ -135,8 +136,7 @@ class Turns(msgspec.Struct, kw_only=True):
             self.skips -= 1
             return
         self.factor *= 1 - _HOPE
-        most = _STEPS_TO_TRY if self.before else _STEPS_TO_KNOW
-        self.seen = [*self.seen, (seconds, step.seconds * step.busy)][-most:]
+        self.seen = [*self.seen, (seconds, step.seconds * step.busy)][-_STEPS_TO_KNOW:]
         if self.before is not None:
             self._judge(*self.before, grows=grows)
         elif self.are_taken or not grows:
@@ -149,9 +149,10 @@ class Turns(msgspec.Struct, kw_only=True):
 
     def _judge(self, before_s: float, least_s: float, *, grows: bool) -> None:
         """End a trial if it shows which way is faster."""
-        if len(self.seen) < _STEPS_TO_TRY:
+        steps, ratio = len(self.seen), self.seconds / before_s
+        if steps < _STEPS_TO_TRY or (steps < _STEPS_TO_KNOW and _CLEARLY < ratio < 1 / _CLEARLY):
             return
-        if self.seconds < before_s:
+        if ratio < 1:
             self.before, self.factor = None, before_s / self.least_s
         elif self.are_taken or not grows:
             self._change(factor=self.seconds / least_s)
@@ -310,6 +311,12 @@ class LagRule(msgspec.Struct, kw_only=True):
             self.j += 1
         elif self.j > 1 and every * _rarer(self.j - 1) < 0.35 * price:
             self.j -= 1
+
+
+def _mean(seconds: list[float]) -> float:
+    """Return the mean without the smallest and the largest, which may be a pause; of two or fewer, of all; else 0."""
+    counted = sorted(seconds)[1:-1] or seconds
+    return sum(counted) / len(counted) if counted else 0.0
 
 
 def _rarer(j: int) -> float:

@@ -160,18 +160,28 @@ def test_run_on_shared_processors_begins_with_turns_and_keeps_lag_if_its_steps_a
 def test_run_on_shared_processors_returns_to_turns_if_lag_does_not_pay_and_says_why():
     rule = begun(turns=Turns.first())
     took(rule, 10.0, steps=4)
-    turns = took(rule, 9.95, steps=5, age=2.0)
+    assert not took(rule, 9.95, steps=9, age=2.0).are_taken, "so close that three steps do not tell"
+    turns = took(rule, 9.95, age=2.0)
     assert turns.are_taken, "9.95 s with lag teach as much as 10.05 s without it"
     assert not turns.have_begun
     assert not took(rule, 9.9, age=2.0).have_begun, "it still trains what was sampled with lag"
     assert took(rule, 9.9).have_begun
-    took(rule, 10.0, steps=5)
+    took(rule, 10.0, steps=10)
     assert rule.ahead == 1
     assert rule.why(j=None) == (
         "on policy: engines and trainer take turns, each with all processors: a step takes 10 s, with lag 10 s"
     )
     assert took(rule, 10.0, steps=40).are_taken, "what lag was seen to take is no promise"
     assert not took(rule, 10.0, steps=8, busy=0.6).are_taken, "processors became idle that lag could use"
+
+
+def test_a_way_is_judged_by_the_mean_of_its_steps_without_the_shortest_and_the_longest():
+    rule = begun(turns=Turns.first())
+    took(rule, 10.0, steps=4)
+    for seconds in (12.0, 12.0, 6.0, 12.0, 6.0, 12.0, 6.0, 12.0, 6.0, 60.0):
+        took(rule, seconds, age=2.0)
+    assert not rule.turns.are_taken, "steps in turn long and short; the median step is longer than 10 s"
+    assert rule.turns.seconds == pytest.approx(9 / 0.99, rel=0.01)
 
 
 def test_lag_is_judged_only_once_it_has_stopped_growing():

@@ -12,7 +12,7 @@ the run after three such steps in a row.
 
 A version is the result of one batch, by one or several optimizer steps; only whole versions are published, reported and
 saved. A publication runs during the next forward and backward and ends before the next `optimizer_step`, which alone
-changes weights. One worker thread makes every trainer call, so publications and checkpoints go on while the trainer computes.
+changes weights. One worker thread makes every trainer call, so that publications and checkpoints go on meanwhile.
 """
 
 from __future__ import annotations

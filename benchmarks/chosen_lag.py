@@ -63,7 +63,7 @@ def run(
 ) -> None:
     """Train every arm with every seed, print a table of the results and, unless `quick`, record them."""
     steps, name = steps or (30 if quick else 150), Path(recipe).stem
-    changes = (f"run.steps={steps}", f"evaluation.interval_steps={steps}", "evaluation.problems=16")
+    changes: tuple[str, ...] = (f"run.steps={steps}", f"evaluation.interval_steps={steps}", "evaluation.problems=16")
     with tempfile.TemporaryDirectory(prefix="pipelinerl-chosen-lag-") as folder:
         path = recipe
         if recipe == "compute_bound":

@@ -3,9 +3,9 @@
 Nothing is measured here. A cell is a distribution of answer lengths × the slower side × a number of devices × the time
 of a publication × the cost of lag. Half of the devices sample and half train; with two, both roles have one. `shared`
 is one machine whose processors do both: with lag each side has half of them, on policy each has all in turn. Learning
-per hour is steps per hour × what a step teaches, 1 − c · (age − 1) on average over its rollouts. c is 0.02 per version
-in `calibrated` cells (records of `tiny` under truncated or clipped ratios: 0.01 to 0.05), a third of that in `cold`
-ones and three times as much in `hot` ones.
+per hour is steps per hour × what a step teaches, 1 / (1 + c (age − 1)² / 2) on average over its rollouts. c is 0.02 in
+`calibrated` cells (runs of `tiny` under clipped ratios: 0.01 to 0.035), a third of that in `cold` ones and three times
+as much in `hot` ones.
 
 A cell's figure is the learning per hour of its best fixed setting ÷ that of auto, median over the draws of lengths.
 The settings are compared on the same draws. Then lengths, trainer or engines change in the middle of a run: it has
@@ -29,6 +29,7 @@ import numpy as np
 from benchmarks.measure import Row, print_table, read_record, write_record
 from inference_contract.weights import OnUpdate
 from pipelinerl import rng
+from pipelinerl.controller.state.lag import taught
 from pipelinerl.plugins.simulation.hardware import (
     Contention,
     ControlTimes,
@@ -61,7 +62,7 @@ SIDES: Final[Mapping[str, float]] = {"trainer-bound": 2.0, "balanced": 1.0, "eng
 DEVICES: Final[Mapping[int, int]] = {2: 64, 8: 64, 64: 128, 512: 256}
 #: A publication's seconds ÷ those of a step.
 PUBLICATIONS: Final = (0.01, 0.1, 1.0)
-#: c, the share of a step's learning that a version of lag costs.
+#: c, the share of a step's learning that one more version of lag costs, at a lag of one.
 COSTS: Final[Mapping[str, float]] = {"cold": USUAL_COST / 3, "calibrated": USUAL_COST, "hot": 3 * USUAL_COST}
 #: Errors of the cost of lag as the run estimates it, as factors; only the first draw is simulated with them.
 ERRORS: Final = (0.5, 2.0)
@@ -216,7 +217,7 @@ def compared(cell: Cell, draw: int, *, steps: int = _STEPS) -> dict[str, Chosen]
     true = float(np.mean(take(20_000)))
     results = {}
     for name, cost in COSTS.items():
-        speeds = {arm: each.steps_per_hour * taught(each, cost) for arm, each in fixed.items()}
+        speeds = {arm: each.steps_per_hour * _taught(each, cost) for arm, each in fixed.items()}
         best = max(speeds, key=lambda arm: speeds[arm])
         auto, *wrong = (
             simulate(replace(setting, lag_cost=cost, misjudged=error), hardware)
@@ -235,9 +236,8 @@ def compared(cell: Cell, draw: int, *, steps: int = _STEPS) -> dict[str, Chosen]
     return results
 
 
-def taught(prediction: Prediction, cost: float) -> float:
-    """Return what a step teaches, as a share of what it would teach on policy."""
-    return sum(share * max(0.05, 1 - cost * (age - 1)) for age, share in prediction.staleness.items())
+def _taught(prediction: Prediction, cost: float) -> float:
+    return sum(share * taught(age - 1, cost) for age, share in prediction.staleness.items())
 
 
 def settled_after(cell: Cell, shift: str) -> int:

@@ -65,8 +65,8 @@ class PolicyObjective:
         return self.grad1.reads_whole_rollouts or self.is_weight.of_rollout
 
     def lag_loss(self, old: OldLogprobs) -> float | None:
-        """Return κ, the share of a step's learning that lag costs per 1 − ESS; None if nothing corrects for lag, by a
-        ratio to the behavior policy, or to `old` unless that is recomputed.
+        """Return κ, how much longer a run learns per 1 / ESS − 1 that lag causes; None if nothing corrects for lag, by
+        a ratio to the behavior policy, or to `old` unless that is recomputed.
         """
         samplers = (Policy.BEHAVIOR,) if old is OldLogprobs.RECOMPUTE else (Policy.BEHAVIOR, Policy.OLD)
         terms = ((self.is_weight, self.is_weight.denominator), (self.grad1, self.grad1.over))

@@ -214,6 +214,7 @@ def _stats(
         "truncated": float(np.mean([rollout.finish_reason == FinishReason.LENGTH for rollout in rollouts])),
         "staleness_mean": float(staleness.mean()),
         "staleness_max": float(staleness.max()),
+        "lag_rms": float(np.sqrt(np.mean((staleness - 1.0) ** 2))),
         "mixed_version_fraction": float(mixed.mean()),
         "unjudged": float(len(rollouts) - rewards.size),
         **({"sampled_version": fmean(sampled)} if sampled else {}),

@@ -119,6 +119,7 @@ def test_batch_metrics_match_precomputed_values():
         "masked": 0.0,
         "staleness_mean": 2.0,
         "staleness_max": 3.0,
+        "lag_rms": pytest.approx((5 / 3) ** 0.5),
         "mixed_version_fraction": pytest.approx(1 / 3),
         "unjudged": 1.0,
         "sampled_version": pytest.approx((4 + 10 / 3) / 2),

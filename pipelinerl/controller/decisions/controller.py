@@ -338,6 +338,7 @@ class Controller:
             queued=None if queued is None else queued / per_step,
             ess=None if self.settings.lag_loss is None else figures.get("ess"),
             age=figures.get("staleness_mean"),
+            lag_rms=figures.get("lag_rms"),
             seconds=figures.get("wait_s", 0.0) + step_s,
             busy=busy if knobs.j is None else None,
             sampling=max((each.verified - each.claimed for each in state.watched.stages), default=0.0) / step_s,

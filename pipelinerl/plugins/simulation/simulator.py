@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 from pipelinerl import rng
 from pipelinerl.actor.freshness import can_be_fresh
 from pipelinerl.controller.state.issued_ledger import FilteredShare
-from pipelinerl.controller.state.lag import LagRule, StepFigures, Turns, largest_j
+from pipelinerl.controller.state.lag import LagRule, StepFigures, Turns, largest_j, taught
 from pipelinerl.objective.tokens import LAG_LOSS
 from pipelinerl.observability.status import LedgerStatus
 from pipelinerl.plugins.simulation.actors import Agenda, SimulatedActors, SimulatedTrainer
@@ -218,9 +218,10 @@ class _Run:
         )
         step_s, ages = max(step.compute_s + step.publish_wait_s, 1e-9), step.staleness
         age = sum(age * count for age, count in ages.items()) / sum(ages.values())
+        squared = sum(count * (age - 1) ** 2 for age, count in ages.items()) / sum(ages.values())
         cost, ess = setting.lag_cost, self._ess
         if ess is None and cost is not None:
-            ess = max(0.0, 1 - cost * (age - 1) / LAG_LOSS)
+            ess = 1 / (1 + cost * squared / (2 * LAG_LOSS))
         figures = StepFigures(
             waited=step.wait_s / step_s,
             held=step.publish_wait_s / step_s,
@@ -228,6 +229,7 @@ class _Run:
             queued=self._least_queued / setting.rollouts_per_step,
             ess=ess,
             age=age,
+            lag_rms=math.sqrt(squared),
             seconds=step.ended - (self.steps[-2].ended if len(self.steps) > 1 else 0.0),
             busy=self._busy_share() if self._may_take_turns else None,
         )
@@ -401,7 +403,7 @@ class _Run:
                 compute_s=computed - self._computes_since,
                 publish_wait_s=now - computed,
                 staleness=+ages,
-                learning=sum(n * max(0.05, 1 - cost * (age - 1)) for age, n in ages.items()) / rollouts,
+                learning=sum(n * taught(age - 1, cost) for age, n in ages.items()) / rollouts,
             )
         )
         self._agenda.after(self._control.report_s / 2, self._step_reported)

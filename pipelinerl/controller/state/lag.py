@@ -179,7 +179,7 @@ class LagRule(msgspec.Struct, kw_only=True):
         queue longer than ¾ of a step                A shrinks: orders would only age, whichever part is slow later
         trainer waits for more than the price p      A − 1 grows by the excess, unless orders queue in engines
         groups left over in each of four steps       A shrinks by the fewest, but not to the last A with long waits
-        waits below ¾ p where lag is dear              A shrinks by a third of the way to the last A with long waits
+        waits below ¾ p where lag is dear            A shrinks by a third of the way to the last A with long waits
         trainer waits longer after A has shrunk      A returns to what it was
         publications hold the trainer                j grows while a rarer publication gains more than half a version
 
@@ -345,7 +345,7 @@ class LagRule(msgspec.Struct, kw_only=True):
 
 
 def taught(lag: float, cost: float) -> float:
-    """Return what a step teaches with a lag of so many versions, as a share of what it would teach on policy."""
+    """Return what a step with this lag teaches, as a share of what it would teach on policy."""
     return 1 / (1 + cost * lag**2 / 2)
 
 

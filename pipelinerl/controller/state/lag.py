@@ -242,12 +242,11 @@ class LagRule(msgspec.Struct, kw_only=True):
 
         `loss` is κ (`PolicyObjective.lag_loss`).
         """
+        self._price(step, loss)
         if not self.any_trained:  # the first step waited for everything to start
             self.any_trained = True
-            self._price(step, loss)
             return
         self.usual = step if self.usual is None else _nearer(self.usual, step)
-        self._price(step, loss)
         took_turns = self.turns.are_taken
         self.turns.note_step(step, taught=taught(step.lag_rms or 0.0, self.cost), grows=self.is_cold)
         if took_turns or self.turns.are_taken:

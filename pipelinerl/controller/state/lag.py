@@ -26,6 +26,10 @@ import msgspec
 
 #: The least price of one more version of lag, as a share of a step: waits below it are left alone.
 LEAST_PRICE: Final = 0.03
+#: The cost c of lag before any step has shown it.
+_FIRST_COST: Final = 0.02
+#: A step counts as at most this many times the cost so far: 1 / ESS has no bound, and a few tokens can decide it.
+_SURPRISING: Final = 3.0
 #: Observed steps before the lag grows, and before it shrinks or j changes.
 _STEPS_TO_GROW: Final = 2
 _STEPS_TO_SHRINK: Final = 4
@@ -194,7 +198,7 @@ class LagRule(msgspec.Struct, kw_only=True):
     """The last A with which the trainer waited too long: A does not come close to it."""
     enough: float = 0.0
     """After A has shrunk, what it was before; 0 after other changes."""
-    cost: float = 0.02
+    cost: float = _FIRST_COST
     """c: the share of a step's learning that one more version of lag costs, at a lag of one version."""
     priced: int = 0
     """The steps that have shown c. The first ones count more, since nothing is known before."""
@@ -303,6 +307,7 @@ class LagRule(msgspec.Struct, kw_only=True):
             self.mismatch = variance
         elif step.lag_rms > 0.2:
             cost = 2 * loss * max(0.0, variance - self.mismatch) / max(step.lag_rms, 0.5) ** 2
+            cost = min(cost, _SURPRISING * max(self.cost, _FIRST_COST))
             self.priced += 1
             self.cost += max(_NEWEST, 1 / (self.priced + 1)) * (cost - self.cost)
 

@@ -103,6 +103,14 @@ def test_low_sample_size_at_high_age_raises_the_price_of_lag_and_bounds_it():
     assert untouched.cost == 0.02, "on policy, the sample size says nothing about lag"
 
 
+def test_one_step_with_a_few_huge_weights_hardly_raises_the_cost_of_lag():
+    rule = begun(cost=0.03)
+    noted(rule, ess=0.1, age=3.0)
+    assert rule.cost < 0.036, "the step shows 6.75"
+    noted(rule, steps=20, ess=0.5, age=3.0)
+    assert rule.cost > 0.3, "twenty such steps are no accident"
+
+
 def test_what_the_sample_size_lacks_on_policy_is_not_put_down_to_lag():
     rule = begun(any_trained=False)
     noted(rule, ess=0.8, age=1.0)

@@ -171,7 +171,7 @@ class UnfairWorld:
                     self.answer(fair=True)
                 self.step()
             if self.question is not None:
-                self.tell(self.question)  # the first copy of the report may have been lost
+                self._repeat(self.question)
             else:
                 self.starve()
         return waiting_for(self.controller.state, now=self.now)
@@ -344,6 +344,12 @@ class UnfairWorld:
     def _ask(self, question: Question) -> None:
         self.question = question
         self.tell(question)
+
+    def _repeat(self, question: Question) -> None:
+        """Ask again, since the report or its answer may be lost: publications ordered before it are ordered again."""
+        before, self.forgetful = self.forgetful, True
+        self.tell(question)
+        self.forgetful = before
 
     def _consumed(self) -> ConsumedReport:
         ledger = self.batcher.ledger

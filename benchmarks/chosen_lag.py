@@ -11,9 +11,10 @@ gets words of heavy-tailed lengths, as in `schedules`. With `--recipe compute_bo
 310 MB dominates. It hardly learns, so that the answers of all arms are equally long.
 
 Learning curves of few seeds are too noisy to compare settings, so the figures are the mean seconds of a step after the
-first third of the run, and the lag. With lag, short steps alternate with long ones, so that a median shows neither. A ratio compares the arms of one seed, which run one after the other. Where all
-arms reach a reward of 0.7 or 0.85, with `--steps 1000` say, the table has the steps and seconds that they take to it,
-by the version that sampled the answers. `--only` runs some of the arms.
+first third of the run, and the lag. With lag, short steps alternate with long ones, so that a median shows neither. A
+ratio compares the arms of one seed, which run one after the other. Where all arms reach a reward of 0.7 or 0.85, with
+`--steps 1000` say, the table has the steps and seconds that they take to it, by the version that sampled the answers.
+`--only` runs some of the arms.
 """
 
 from __future__ import annotations

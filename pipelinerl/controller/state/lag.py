@@ -33,8 +33,6 @@ _SURPRISING: Final = 3.0
 #: Observed steps before the lag grows, and before it shrinks or j changes.
 _STEPS_TO_GROW: Final = 2
 _STEPS_TO_SHRINK: Final = 4
-#: Steps that must show what lag costs before it grows: a policy that has just begun to learn changes fast.
-_STEPS_TO_PRICE: Final = 8
 #: Weight of the newest step in means over steps, whose half-life is eight steps.
 _NEWEST: Final = 1 - 0.5 ** (1 / 8)
 #: Why a run whose objective cannot price lag is on policy, unless the user sets j.
@@ -317,8 +315,8 @@ class LagRule(msgspec.Struct, kw_only=True):
         number, price = len(self.seen), self.price
         wait = sum(min(each.waited, 2.0) for each in self.seen) / number
         queued = next((each.queued for each in reversed(self.seen) if each.queued is not None), None)
-        if wait > price and (queued is None or 0 < self.priced < _STEPS_TO_PRICE):
-            return  # whether A should grow is not known yet
+        if queued is None and wait > price:
+            return  # it decides whether A should grow
         if queued is not None and queued > 0.75:
             self.steps, self.enough = self.steps - min(0.5, queued - 0.5), 0.0
         elif queued is not None and wait > price and queued <= 0.25 and number >= _STEPS_TO_GROW:

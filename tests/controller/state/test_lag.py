@@ -118,14 +118,6 @@ def test_what_the_sample_size_lacks_on_policy_is_not_put_down_to_lag():
     assert rule.cost == pytest.approx(0, abs=1e-3)
 
 
-def test_lag_grows_only_once_eight_steps_have_shown_what_it_costs():
-    rule = LagRule(any_trained=True)
-    assert noted(rule, steps=7, waited=1.0, ess=0.99, age=3.0) == 3
-    assert noted(rule, waited=1.0, ess=0.99, age=3.0) > 4, "all eight are looked at"
-    unpriced = LagRule(any_trained=True)
-    assert noted(unpriced, steps=2, waited=1.0, age=3.0) > 4, "nothing will ever show it"
-
-
 def test_lag_is_cheaper_if_most_rollouts_take_less_time_than_it_allows():
     rule, short = begun(steps=4.0, cost=0.06), begun(steps=4.0, cost=0.06)
     assert noted(rule, steps=20, waited=0.12, age=4.0) == 4

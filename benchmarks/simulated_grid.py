@@ -4,8 +4,7 @@ Nothing is measured here. A cell is a distribution of answer lengths × the slow
 of a publication × the cost of lag. Half of the devices sample and half train; with two, both roles have one. `shared`
 is one machine whose processors do both: with lag each side has half of them, on policy each has all in turn. Learning
 per hour is steps per hour × what a step teaches, 1 / (1 + c (age − 1)² / 2) on average over its rollouts. c is 0.02 in
-`calibrated` cells, a third of that in `cold` ones and three times as much in `hot` ones. Runs of `tiny` under clipped
-ratios estimate 0.03 to 0.1 in their first hundred steps, and less than 0.02 at their end.
+`calibrated` cells, a third of that in `cold` ones and three times as much in `hot` ones (see `USUAL_COST`).
 
 A cell's figure is the learning per hour of its best fixed setting ÷ that of auto, median over the draws of lengths.
 The settings are compared on the same draws. Then lengths, trainer or engines change in the middle of a run: it has
@@ -29,7 +28,7 @@ import numpy as np
 from benchmarks.measure import Row, print_table, read_record, write_record
 from inference_contract.weights import OnUpdate
 from pipelinerl import rng
-from pipelinerl.controller.state.lag import taught
+from pipelinerl.controller.state.lag import USUAL_COST, taught
 from pipelinerl.plugins.simulation.hardware import (
     Contention,
     ControlTimes,
@@ -40,7 +39,6 @@ from pipelinerl.plugins.simulation.hardware import (
 )
 from pipelinerl.plugins.simulation.prediction import Prediction, SimulatedStep
 from pipelinerl.plugins.simulation.setting import (
-    USUAL_COST,
     FixedLengths,
     HeavyTailedLengths,
     LengthLaw,

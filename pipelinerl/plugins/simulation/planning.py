@@ -14,6 +14,7 @@ import msgspec
 import typer
 
 from pipelinerl.config.recipe import load
+from pipelinerl.controller.state.lag import USUAL_COST
 from pipelinerl.errors import RecipeError, UserError
 from pipelinerl.observability.charts import Chart, Line, Mark, svg
 from pipelinerl.observability.run_history import Series
@@ -28,7 +29,7 @@ from pipelinerl.plugins.simulation.published import (
     mean_context,
     published_hardware,
 )
-from pipelinerl.plugins.simulation.setting import USUAL_COST, FixedLengths, HeavyTailedLengths, LengthLaw
+from pipelinerl.plugins.simulation.setting import FixedLengths, HeavyTailedLengths, LengthLaw
 from pipelinerl.plugins.simulation.simulator import simulate
 from pipelinerl.roles.role import Changes, Overrides, Recipe, joined
 

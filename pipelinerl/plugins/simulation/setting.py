@@ -13,10 +13,6 @@ from inference_contract.weights import OnUpdate
 from pipelinerl import rng
 from pipelinerl.staleness import StalenessBounds
 
-#: c, the share of a step's learning that one more version of lag costs at a lag of one, if no run has measured it.
-#: Runs of `tiny` under clipped ratios estimate 0.03 to 0.1 in their first hundred steps, and less at their end.
-USUAL_COST: Final = 0.02
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shift:

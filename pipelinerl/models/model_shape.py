@@ -29,7 +29,7 @@ _IN_LAYER: Final = re.compile(rf".*?\b(?:{'|'.join(sorted(_LAYERS))})\.(\d+)\.")
 #: Names of the projection to queries, keys and values together.
 _MERGED: Final = ("qkv_proj", "query_key_value", "c_attn", "Wqkv")
 #: Model types whose layers all have a sliding window, and those whose windows keep whole sequences in the torch engine.
-_WINDOWED: Final = frozenset({"mistral", "mixtral", "phi3", "phimoe", "starcoder2"})
+_WINDOWED: Final = frozenset({"ministral3", "mistral", "mixtral", "phi3", "phimoe", "starcoder2"})
 _WHOLE: Final = frozenset({"qwen2"})
 #: Names in configurations for the size of a recurrent state.
 _STATES: Final = ("mamba_d_state", "ssm_state_size", "state_size", "linear_key_head_dim", "linear_head_dim")

@@ -100,9 +100,9 @@ class ConversionTable:
 
     def names_before(self, key: str) -> tuple[str, ...]:
         """Return the names that a stored tensor may have when its converter gets it: with and without the prefix."""
-        from transformers.core_model_loading import apply_renamings
+        from transformers.core_model_loading import rename_source_key
 
-        renamed, prefix = apply_renamings(key, self.renamings), f"{self.model.base_model_prefix}."
+        renamed, prefix = rename_source_key(key, self.renamings, [])[0], f"{self.model.base_model_prefix}."
         return renamed, renamed.removeprefix(prefix), f"{prefix}{renamed}"
 
 

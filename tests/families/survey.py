@@ -1,14 +1,20 @@
 """Survey of what the product supports of each family of the zoo, measured against transformers on one CPU in float32.
 
     python -m tests.families.survey [FAMILY …]     measure all families, or some; write records, page and README
+    python -m tests.families.survey --cuda [FAMILY …]     measure them on a GPU; print what differs from the records
+    python -m tests.families.survey --cpu [FAMILY …]      the same on this CPU, with another transformers
 
 A record has a verdict for each use: `yes`, the sentence with which the product refuses, or what went wrong. The page
-(`models_page`) says what each `yes` has shown.
+(`models_page`) says what each `yes` has shown. On a GPU, the JAX trainer is left out.
 """
 
 import json
+import multiprocessing
+import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,7 +38,7 @@ from pipelinerl.plugins.jax.trainer.trainer import JaxTrainer
 from pipelinerl.trainers.torch.trainer import TorchTrainer
 from tests.fakes.torch_rows import Row, decode, start, swap
 from tests.families import zoo
-from tests.families.models_page import Records
+from tests.families.models_page import Records, cell
 from trainer_contract.conformance.probes import LINEAR
 from trainer_contract.errors import TrainerError
 from trainer_contract.types import Device, MicroBatch, OptimizerSpec, Precision, TrainerSpec, WeightDType
@@ -81,7 +87,7 @@ def batch_of(rows):
 
 def logprobs(model, row):
     """Return f32 [tokens − 1] by transformers: the log-probs of all tokens of a sequence but its first."""
-    tokens = torch.tensor([row])
+    tokens = torch.tensor([row], device=model.device)
     predicted = model(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
     return predicted.gather(1, tokens[0, 1:, None])[:, 0]
 
@@ -89,7 +95,7 @@ def logprobs(model, row):
 def expected(model, rows):
     """Return what a trainer must predict for the packed rows: log-probs, and 0 at the start of each."""
     with torch.no_grad():
-        return np.concatenate([np.append(0.0, logprobs(model, row).numpy()) for row in rows])
+        return np.concatenate([np.append(0.0, logprobs(model, row).cpu().numpy()) for row in rows])
 
 
 def same(what, got, wanted):
@@ -99,9 +105,9 @@ def same(what, got, wanted):
         raise WrongError(f"{what} differ by {difference:.1g} nats")
 
 
-def trainer_of(path, **options):
+def trainer_of(path, device, **named):
     trainer = TorchTrainer()
-    trainer.init_worker(TrainerSpec(model_path=path, device=Device.CPU, optimizer=OptimizerSpec(), options=options))
+    trainer.init_worker(TrainerSpec(model_path=path, device=device, optimizer=OptimizerSpec(), **named))
     return trainer
 
 
@@ -145,7 +151,7 @@ def _check_gradient(model, rows, batch, norm):
         raise WrongError(f"the gradient's norm is {norm:.4g}, and transformers' is {wanted:.4g}")
 
 
-def _check_checkpoint(trainer, model, rows, path):
+def _check_checkpoint(trainer, model, rows, path, device):
     saved = save(trainer, model, path)
     if tensors_in(saved) != tensors_in(model):
         names = {*tensors_in(saved).items()} ^ {*tensors_in(model).items()}
@@ -154,8 +160,7 @@ def _check_checkpoint(trainer, model, rows, path):
     same("log-probs of the checkpoint", expected(loaded(saved), rows), own)
     (state := path.with_name("state")).mkdir()
     trainer.save_state(state)
-    resumed = TorchTrainer()
-    resumed.init_worker(TrainerSpec(model_path=model, device=Device.CPU, restore_from=state))
+    resumed = trainer_of(model, device, restore_from=state)
     same("log-probs of a resumed trainer", resumed.forward([batch_of(rows)])[0], own)
 
 
@@ -167,11 +172,13 @@ def _sampled(runner, rows, count=6):
     return [(answer.tokens, answer.logprobs) for answer in answers]
 
 
-def _check_engine(path, model, trainer, rows):
-    options = EngineOptions(
-        model_path=path, model_id="m", slots=8, max_waiting=8, context_length=64, device=Device.CPU, threads=1
-    )
-    runner = load_runner(options)
+def runner_of(path, device, *, slots=8, dtype=F32):
+    sizes = {"slots": slots, "max_waiting": 8, "context_length": 64, "threads": 1}
+    return load_runner(EngineOptions(model_path=path, model_id="m", device=device, dtype=dtype, **sizes))
+
+
+def _check_engine(path, model, trainer, rows, device):
+    runner = runner_of(path, device)
     predicted = budget_of(read_shape(path), dtype=F32, wire=F32, slots=8, context=64, received=0)
     if abs(predicted.cache + predicted.states - runner.cache_bytes) > 0.1 * runner.cache_bytes:
         raise WrongError(f"the cache has {runner.cache_bytes} bytes, and the prediction is {predicted.cache}")
@@ -190,8 +197,8 @@ def _check_engine(path, model, trainer, rows):
     same("log-probs after an update", np.concatenate([runner.scorer(row, 1.0) for row in rows]), after)
 
 
-def _check_lora(path, rows, target):
-    adapted = trainer_of(path, lora={"rank": 4})
+def _check_lora(path, rows, target, device):
+    adapted = trainer_of(path, device, options={"lora": {"rank": 4}})
     step(adapted, batch_of(rows))
     merged = save(adapted, path, target)
     same("log-probs of the merged checkpoint", expected(loaded(merged), rows), adapted.forward([batch_of(rows)])[0])
@@ -204,29 +211,25 @@ def _check_jax(path, model, rows):
     trainer.close()
 
 
-def _check_bf16(path, model, *, serves):
+def _check_bf16(path, model, device, *, serves):
     """Return the errors of trainer and engine in bf16, as multiples of that of transformers in bf16.
 
     An error is the mean distance, over tokens, of log-probs from those of transformers in fp32. Experts that change
     make it noisy, so a ratio above the limit is the mean of up to four draws. Return "–" if transformers does not
     compute the model in bf16, or without error.
     """
-    half, trainer = loaded(path).to(torch.bfloat16), TorchTrainer()
+    half = loaded(path).to(torch.device(device), torch.bfloat16)
     try:
-        if np.array_equal(expected(half, [TEXT]), expected(model, [TEXT])):
-            return "–"
+        expected(half, [TEXT])
     except RuntimeError:
         return "–"
-    trainer.init_worker(TrainerSpec(model_path=path, device=Device.CPU, precision=BF16))
-    options = EngineOptions(
-        model_path=path, model_id="m", slots=12, max_waiting=8, context_length=64, device=Device.CPU, threads=1,
-        dtype=WeightDType.BFLOAT16,
-    )  # fmt: skip
-    runner = load_runner(options) if serves else None
+    trainer = trainer_of(path, device, precision=BF16)
+    runner = runner_of(path, device, slots=12, dtype=WeightDType.BFLOAT16) if serves else None
 
     def ratio(values, rows):
         wanted, own = (np.concatenate([expected(each, [row])[-40:] for row in rows]) for each in (model, half))
-        return float(np.abs(np.concatenate(values) - wanted).mean() / np.abs(own - wanted).mean())
+        with np.errstate(invalid="ignore"):
+            return float(np.abs(np.concatenate(values) - wanted).mean() / np.abs(own - wanted).mean())
 
     draws = list[list[float]]()
     while len(draws) < 4 and (not draws or max(np.mean(draws, axis=0)) > MOST_IN_BF16):
@@ -235,19 +238,21 @@ def _check_bf16(path, model, *, serves):
         if runner is not None:
             answers = _sampled(runner, [row[:16] for row in rows], count=40)
             draws[-1].append(ratio([each for _, each in answers], [row for row, _ in answers]))
+    if np.isnan(draws).any():  # neither has an error
+        return "–"
     shown = " / ".join(f"{each:.2f}" for each in np.mean(draws, axis=0))
     if max(np.mean(draws, axis=0)) > MOST_IN_BF16:
         raise WrongError(f"errors in bf16 are {shown} of transformers'")
     return shown
 
 
-def survey(path, place):
+def survey(path, place, device):
     """Return the record of the model in `path`; checkpoints are written below the directory `place`."""
     rows, model = sequences(), loaded(path)
     batch, record, trainers = batch_of(rows), dict[str, str](), list[TorchTrainer]()
 
     def train():
-        trainer = trainer_of(path)
+        trainer = trainer_of(path, device)
         trainers.append(trainer)
         record["rows"] = "packed" if trainer._worker.loaded.model.packs else "padded"
         same("log-probs", trainer.forward([batch])[0], expected(model, rows))
@@ -268,12 +273,14 @@ def survey(path, place):
     attempt("trains", train)
     trainer = trainers[0] if record["trains"] == "yes" else None
     if trainer is not None:
-        attempt("checkpoint", lambda: _check_checkpoint(trainer, path, rows, place / "checkpoint"))
-        attempt("lora", lambda: _check_lora(path, rows, place / "merged"))
-    attempt("serves", lambda: _check_engine(path, model, trainer, rows))
+        attempt("checkpoint", lambda: _check_checkpoint(trainer, path, rows, place / "checkpoint", device))
+        attempt("lora", lambda: _check_lora(path, rows, place / "merged", device))
+    attempt("serves", lambda: _check_engine(path, model, trainer, rows, device))
     if trainer is not None:
-        attempt("bf16", lambda: record.__setitem__("bf16", _check_bf16(path, model, serves=record["serves"] == "yes")))
-    attempt("jax", lambda: _check_jax(path, model, rows))
+        serves = record["serves"] == "yes"
+        attempt("bf16", lambda: record.__setitem__("bf16", _check_bf16(path, model, device, serves=serves)))
+    if device is Device.CPU:
+        attempt("jax", lambda: _check_jax(path, model, rows))
     return record
 
 
@@ -287,13 +294,18 @@ def quiet():
     logging.set_verbosity(level)
 
 
-def measured(name):
+def measured(name, device=Device.CPU):
     """Return the record of one family."""
     with TemporaryDirectory() as folder, quiet():
-        return survey(zoo.save(Path(folder) / "model", name), Path(folder))
+        return survey(zoo.save(Path(folder) / "model", name), Path(folder), device)
 
 
-def main(names):
+def verdicts(record):
+    """Return what a record says of each use, without figures."""
+    return {use: "yes" if verdict[0].isdigit() else cell(verdict) for use, verdict in record.items()}
+
+
+def record_all(names):
     """Measure families, and write records, page and README."""
     families = dict(Records.read().families) if names else {}
     for name in names or zoo.FAMILIES:
@@ -303,6 +315,41 @@ def main(names):
     Records({name: version(name).partition("+")[0] for name in ("transformers", "torch")}, ordered).write()
 
 
+def compare(names, device):
+    """Measure families in several processes, print each record and what differs, and return how many families differ.
+
+    Families that this transformers does not know are named and left out.
+    """
+    names, recorded, differ, unknown = names or list(zoo.FAMILIES), Records.read().families, 0, []
+    with ProcessPoolExecutor(min(8, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as processes:
+        for name, each in zip(names, processes.map(partial(_attempted, device=device), names), strict=True):
+            if each is None:
+                unknown.append(name)
+                continue
+            wanted = verdicts(recorded[name])
+            if device is Device.CUDA:
+                del wanted["jax"]
+            changed = {use: each.get(use) for use in wanted if verdicts(each).get(use) != wanted[use]}
+            differ += bool(changed)
+            print(name, json.dumps(each), f"DIFFERS: {json.dumps(changed)}" * bool(changed), flush=True)
+    lacking = ", ".join(unknown) or "none"
+    print(f"{len(names) - len(unknown)} families measured, {differ} differ; this transformers lacks {lacking}")
+    return differ
+
+
+def _attempted(name, device):
+    """Return the record of one family, or None if this transformers does not know it."""
+    torch.set_num_threads(1)
+    try:
+        return measured(name, device)
+    except Exception as error:  # the others must still run
+        unknown = isinstance(error, KeyError) and error.args == (zoo.FAMILIES[name].model_type,)
+        return None if unknown else {"survey": f"fails: {type(error).__name__}: {error}".splitlines()[0][:300]}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1:])
+    options, chosen = ([each for each in sys.argv[1:] if each.startswith("--") is is_one] for is_one in (True, False))
+    if options:
+        sys.exit(bool(compare(chosen, Device(options[0].removeprefix("--")))))
+    record_all(chosen)

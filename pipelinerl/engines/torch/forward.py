@@ -28,7 +28,7 @@ _KINDS: Final = frozenset({"full_attention", "sliding_attention", "chunked_atten
     *("linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp")
 }
 #: Names of the argument of a model's forward that takes the cache.
-_CACHE_NAMES: Final = ("past_key_values", "cache_params")
+_CACHE_NAMES: Final = ("past_key_values", "cache_params", "cache")
 
 
 class ModuleForward:

@@ -223,6 +223,26 @@ class DecodeLayout:
     sections: dict[tuple[int, int], Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """One layer's states in a `PageCache`; the names are those of transformers before 5.21."""
+
+    cache: PageCache
+    layer: int
+    record_past = False
+
+    @property
+    def conv_states(self) -> Sequence[Tensor | None]:
+        return [self.cache.get_conv_state(self.layer, each) for each in self._numbers("conv")]
+
+    @property
+    def recurrent_states(self) -> Sequence[Tensor | None]:
+        return [self.cache.get_recurrent_state(self.layer, each) for each in self._numbers("recurrent")]
+
+    def _numbers(self, kind: str) -> list[int]:
+        return sorted(number for each, layer, number in self.cache._states if (each, layer) == (kind, self.layer))
+
+
 class PageCache:
     """Keys and values [blocks, heads, size, width] of each attention layer, and states [slots, …] of recurrent layers.
 
@@ -493,6 +513,11 @@ class PageCache:
     def is_recording_past(self, layer_idx: int) -> bool:
         """Return False: states are never taken back."""
         return False
+
+    @property
+    def layers(self) -> Sequence[LayerStates]:
+        """The states by layer, for transformers before 5.21, which reads them there."""
+        return [LayerStates(self, layer) for layer in range(1 + max(layer for _, layer, _ in self._states))]
 
     def copy_states(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy the states in slots `sources` to slots `targets`, pairwise; all are read before any is written."""

@@ -15,7 +15,7 @@ import torch
 
 from pipelinerl.engines.options import EngineOptions
 from pipelinerl.engines.torch.engine import load_runner
-from pipelinerl.engines.torch.weights import parameters_in
+from pipelinerl.engines.torch.weights import bytes_in
 from trainer_contract.host_weights import bytes_of
 from trainer_contract.types import Float32, HostWeights, MicroBatch
 
@@ -33,10 +33,11 @@ class EngineReplica:
 
     def hold(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Take the trainer's weights (`Trainer.gather_weights`, or the items of `HostWeights`) as an engine does."""
-        into = dict(parameters_in(self._runner.staging(), self._runner.layout))
+        into = {spec.name: (spec, part) for spec, part in bytes_in(self._runner.staging(), self._runner.layout)}
         for name, values in weights:
             sent = torch.from_numpy(np.array(bytes_of(values))).view(self._wire)
-            into[name].copy_(sent.view(into[name].shape))
+            spec, part = into[name]
+            part.copy_(sent.to(getattr(torch, spec.dtype.value)).view(torch.uint8))
         self._runner.finish_staging()
         self._runner.swap()
 

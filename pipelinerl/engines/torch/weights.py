@@ -7,11 +7,17 @@ never more than two copies of the weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from inference_contract.weights import DType, ParameterSpec, WeightLayout
+
+#: Bytes of which the address of a parameter is a multiple: products of grouped experts require it on a GPU, and other
+#: kernels are slow without.
+_ALIGNMENT: Final = 16
 
 
 def layout_of(model: nn.Module) -> WeightLayout:
@@ -25,33 +31,39 @@ def layout_of(model: nn.Module) -> WeightLayout:
 
 
 def parameters_in(buffer: Tensor, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and views of the parameters that lie back to back in `buffer` u8 [layout.num_bytes]."""
-    offset = 0
-    for spec in layout.parameters:
-        part = buffer[offset : offset + spec.num_bytes]
-        # With mixed dtypes a parameter may be misaligned; a view needs alignment, so copy it.
-        part = part if offset % spec.dtype.itemsize == 0 else part.clone()
-        dtype: torch.dtype = getattr(torch, spec.dtype.value)
-        yield spec.name, part.view(dtype).view(spec.shape)
-        offset += spec.num_bytes
+    """Yield the names and values of the parameters that lie back to back in `buffer` u8 [layout.num_bytes].
+
+    A value is a view, but a copy where mixed dtypes misalign a parameter.
+    """
+    for spec, part in bytes_in(buffer, layout):
+        yield spec.name, _shaped(part if part.storage_offset() % spec.dtype.itemsize == 0 else part.clone(), spec)
+
+
+def bytes_in(buffer: Tensor, layout: WeightLayout) -> Iterator[tuple[ParameterSpec, Tensor]]:
+    """Yield the parameters that lie back to back in `buffer` u8 [layout.num_bytes], and the bytes of each."""
+    yield from zip(layout.parameters, buffer.split([spec.num_bytes for spec in layout.parameters]), strict=True)
 
 
 class TorchWeights:
-    """The serving and the staged parameters of `model`; this object owns their memory from its construction on."""
+    """The serving and the staged parameters of `model`; this object owns their memory from its construction on.
+
+    Weights arrive back to back, so that a parameter of odd size would misalign those after it. If there is one, a
+    buffer has room for gaps: weights arrive at its end, and `finish_staging` moves each parameter to its place.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.layout = layout_of(model)
         self._parameters = dict(model.named_parameters())
         self._device = next(iter(self._parameters.values())).device
+        self._places = _aligned(self.layout)
+        end = self._places[-1] + self.layout.parameters[-1].num_bytes
+        self._gaps = _up(end - self.layout.num_bytes)
         # the views of all parameters by name, for the address of each of the two buffers
         self._views: dict[int, dict[str, Tensor]] = {}
         self._staged: Tensor | None = None
         self._current = self._buffer()
-        offset = 0
-        for parameter in self._parameters.values():
-            source = parameter.detach().contiguous().view(-1).view(torch.uint8)
-            self._current[offset : offset + source.numel()] = source
-            offset += source.numel()
+        for parameter, part in zip(self._parameters.values(), self._parts(self._current), strict=True):
+            part.copy_(parameter.detach().contiguous().view(-1).view(torch.uint8))
             # Free this parameter's memory before the next one is copied.
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
         self._point_at(self._current)
@@ -70,26 +82,52 @@ class TorchWeights:
         """Return uint8 [layout.num_bytes], which the model does not read; allocated at the first call."""
         if self._staged is None:
             self._staged = self._buffer()
-        return self._staged
+        return self._staged[self._gaps :]
 
     def finish_staging(self) -> None:
-        """Do nothing: the bytes are served as they arrived."""
+        """Move the parameters that arrived to their places; without gaps they are there."""
+        if self._gaps == 0:
+            return
+        sent = bytes_in(self.staging(), self.layout)
+        assert self._staged is not None, "staging() allocates it"
+        for part, (_, arrived) in zip(self._parts(self._staged), sent, strict=True):
+            part.copy_(arrived.clone())  # both may overlap
 
     def swap(self) -> None:
         """Make `staging` current; the previous weights become `staging`."""
-        staged = self.staging()
-        self._point_at(staged)
-        self._current, self._staged = staged, self._current
+        if self._staged is None:
+            self._staged = self._buffer()
+        self._point_at(self._staged)
+        self._current, self._staged = self._staged, self._current
 
     def _buffer(self) -> Tensor:
-        return torch.empty(self.layout.num_bytes, dtype=torch.uint8, device=self._device)
+        make = torch.zeros if self._gaps else torch.empty  # a gap holds no weights, but a view of them may begin in one
+        return make(self._gaps + self.layout.num_bytes, dtype=torch.uint8, device=self._device)
+
+    def _parts(self, buffer: Tensor) -> Iterator[Tensor]:
+        """Yield the bytes of each parameter in a buffer."""
+        for start, spec in zip(self._places, self.layout.parameters, strict=True):
+            yield buffer[start : start + spec.num_bytes]
 
     def _point_at(self, buffer: Tensor) -> None:
         views = self._views.get(buffer.data_ptr())
         if views is None:
-            views = dict(parameters_in(buffer, self.layout))
-            # Reuse views in later swaps, but not copies of misaligned parameters.
-            if all(each.untyped_storage().data_ptr() == buffer.data_ptr() for each in views.values()):
-                self._views[buffer.data_ptr()] = views
+            parts = zip(self.layout.parameters, self._parts(buffer), strict=True)
+            views = {spec.name: _shaped(part, spec) for spec, part in parts}
+            self._views[buffer.data_ptr()] = views
         for name, values in views.items():
             self._parameters[name].data = values
+
+
+def _aligned(layout: WeightLayout) -> list[int]:
+    """Return the offset of each parameter in a buffer in which all are aligned."""
+    return list(accumulate((_up(spec.num_bytes) for spec in layout.parameters[:-1]), initial=0))
+
+
+def _up(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _shaped(part: Tensor, spec: ParameterSpec) -> Tensor:
+    dtype: torch.dtype = getattr(torch, spec.dtype.value)
+    return part.view(dtype).view(spec.shape)

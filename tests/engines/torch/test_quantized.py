@@ -15,7 +15,7 @@ from pipelinerl.errors import ModelError
 from pipelinerl.plugins.warmstart.tiny_decoder import DecoderShape, random_decoder
 from tests.fakes.engine_options import engine_options
 from tests.fakes.torch_rows import Row, bytes_of, decode, start
-from trainer_contract.types import WeightDType
+from trainer_contract.types import Device, WeightDType
 
 VOCAB, CONTEXT, STEPS = 50, 64, 12
 SHAPE = DecoderShape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=VOCAB, max_positions=CONTEXT)
@@ -44,8 +44,8 @@ def other(tmp_path_factory):
     return _save(tmp_path_factory.mktemp("quantized") / "b", seed=2)
 
 
-def _runner(path, weights, *, modules=False, dtype=WeightDType.FLOAT32):
-    model = load_for_decoding(path, dtype=dtype, device=torch.device("cpu"))
+def _runner(path, weights, *, modules=False, dtype=WeightDType.FLOAT32, device=Device.CPU):
+    model = load_for_decoding(path, dtype=dtype, device=torch.device(device))
     runner = TorchRunner(model, engine_options(slots=4, context_length=CONTEXT, weights=weights))
     if modules:
         runner._forward = ModuleForward(model)
@@ -125,9 +125,9 @@ def test_quantized_layer_computes_each_row_independently_of_the_batch():
 
 
 @pytest.mark.parametrize("weights", QUANTIZED)
-def test_logprobs_of_quantized_decoding_are_those_of_the_rounded_model(path, weights):
+def test_logprobs_of_quantized_decoding_are_those_of_the_rounded_model(path, weights, device):
     """The engine may round a value to a neighbouring step; this changes few log-probs, by less than quantisation."""
-    tokens, logprobs = _sampled(_runner(path, weights))
+    tokens, logprobs = _sampled(_runner(path, weights, device=device))
     native = _rescored(hf.AutoModelForCausalLM.from_pretrained(path), tokens)
     difference = np.abs(logprobs - _rescored(_rounding_model(path, weights), tokens))
     mismatch = np.abs(logprobs - native)
@@ -152,10 +152,10 @@ def test_quantized_bfloat16_model_stays_close_to_full_precision(tmp_path):
 
 
 @pytest.mark.parametrize("weights", QUANTIZED)
-def test_quantized_model_after_an_update_equals_loading_the_new_model(path, other, weights):
+def test_quantized_model_after_an_update_equals_loading_the_new_model(path, other, weights, device):
     """Results equal those of the loaded model bit for bit, change only at the swap, and revert with the old weights."""
-    runner = _runner(path, weights)
-    before, after = _sampled(_runner(path, weights)), _sampled(_runner(other, weights))
+    runner = _runner(path, weights, device=device)
+    before, after = (_sampled(_runner(each, weights, device=device)) for each in (path, other))
     assert not np.array_equal(before[1], after[1])
     for target, now, then in ((other, before, after), (path, after, before)):
         runner.staging()[:] = bytes_of(hf.AutoModelForCausalLM.from_pretrained(target))

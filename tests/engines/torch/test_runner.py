@@ -473,17 +473,28 @@ def test_weight_swap_exchanges_buffers_without_copying_and_a_second_swap_reverts
     assert runner.staging().data_ptr() == staging.data_ptr()
 
 
-def test_weights_of_mixed_dtypes_are_served_from_one_buffer(directories):
-    """A half-precision parameter of odd size misaligns the parameter after it in the buffer."""
+def test_parameters_are_aligned_in_memory_although_they_arrive_back_to_back(directories):
+    """A parameter of odd size misaligns those after it; each of two buffers keeps its addresses, as graphs need."""
     model = load_for_decoding(directories["llama"], dtype=WeightDType.FLOAT32, device=torch.device("cpu"))
     shape = ModuleForward(model).cache_shape()
     model.model.layers[0].input_layernorm.weight.data = torch.ones(31, dtype=torch.bfloat16)
-    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    first = [parameter.detach().clone() for parameter in model.parameters()]
     runner = TorchRunner(model, engine_options(slots=1, context_length=8), shape=shape)
-    runner.staging()[:] = torch.cat([value.reshape(-1).view(torch.uint8) for value in expected])
+    addresses = []
+
+    def check(expected):
+        assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected, strict=True))
+        addresses.append([parameter.data_ptr() for parameter in model.parameters()])
+        assert all(address % 16 == 0 for address in addresses[-1])
+
+    check(first)
+    second, third = ([value + number for value in first] for number in (1, 2))
+    for sent in (second, third):
+        swap(runner, torch.cat([value.reshape(-1).view(torch.uint8) for value in sent]))
+        check(sent)
     runner.swap()
-    for parameter, value in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(parameter, value)
+    check(second)
+    assert addresses[0] == addresses[2] and addresses[1] == addresses[3]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

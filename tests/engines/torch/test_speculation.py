@@ -89,9 +89,9 @@ def _same(one, other):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-async def test_requests_of_every_kind_get_the_tokens_of_plain_decoding(models, endless, name):
-    plain, one_by_one = await _answers(models / name, endless, 0)
-    drafted, metrics = await _answers(models / name, endless, 4)
+async def test_requests_of_every_kind_get_the_tokens_of_plain_decoding(models, endless, name, device):
+    plain, one_by_one = await _answers(models / name, endless, 0, device=device)
+    drafted, metrics = await _answers(models / name, endless, 4, device=device)
     _same(plain, drafted)
     assert metrics.generated_tokens_total == one_by_one.generated_tokens_total
     assert metrics.decode_steps_total < 0.85 * one_by_one.decode_steps_total
@@ -102,11 +102,11 @@ async def test_requests_of_every_kind_get_the_tokens_of_plain_decoding(models, e
 )
 @pytest.mark.parametrize("on_update", OnUpdate)
 async def test_updates_and_preemption_leave_tokens_and_their_versions_as_they_are(
-    models, endless, on_update, drafts, early
+    models, endless, on_update, drafts, early, device
 ):
     """The cache holds two full contexts, so samples are preempted, and an update arrives in the middle."""
-    plain, _ = await _answers(models / "llama", endless, 0)
-    how = {"cache_bytes": _load(models / "llama").cache_bytes // 3, "starts_early": early}
+    plain, _ = await _answers(models / "llama", endless, 0, device=device)
+    how = {"cache_bytes": _load(models / "llama").cache_bytes // 3, "starts_early": early, "device": device}
     drafted, metrics = await _answers(models / "llama", endless, drafts, on_update=on_update, **how)
     assert metrics.cache_used_share == 0.0
     assert metrics.preemptions_total > 0 or on_update is OnUpdate.ABORT  # which may empty the cache before

@@ -125,7 +125,7 @@ gpu-wheels: | $(BIN)/python ## fetch wheels into .gpu-wheels, for gpu-check on a
 
 gpu-check: $(if $(CARRIED),$(SUPPLY),$(VENV)/.installed-dev) ## check every CUDA path on one large NVIDIA GPU
 	@$(if $(CARRIED),PYTHONPATH=$(CURDIR):$(CURDIR)/$(SUPPLY) $(PYTHON),$(BIN)/python) -m benchmarks.gpu_check $(ARGS)
-	@$(if $(ARGS)$(CARRIED),,$(BIN)/python -m pytest -q -n 0 -m gpu tests/engines tests/trainers tests/weights)
+	@$(if $(ARGS)$(CARRIED),,$(BIN)/python -m pytest -q -n 4 -m gpu tests/engines tests/trainers tests/weights)
 
 $(SUPPLY): $(CARRIED)
 	@$(PYTHON) -m pip install --disable-pip-version-check --quiet --no-index --no-deps --upgrade --target $@ $(CARRIED)

@@ -6,10 +6,10 @@ torch and JAX trainers (`gpu_trainer`), `pipelinerl check`'s prediction of memor
 two processes, over NCCL if there are two GPUs (`gpu_mesh`).
 
 Each part runs in a process of its own for at most four minutes; a part that raises, dies or hangs misses its target.
-The record, gpu_check.json, is written after each part; `--only PART` keeps the recorded results of all other parts. The
-exit status is 0 if all targets are met, 1 if a part failed or missed its target, and 3 without a CUDA device. `--device
-cpu --quick` rehearses everything but CUDA's own code on a tiny decoder: targets are not judged, and a record is written
-only with `--results`.
+The record, such as gpu_check_h100.json, is written after each part; `--only PART` keeps the recorded results of all
+other parts. The exit status is 0 if all targets are met, 1 if a part failed or missed its target, and 3 without a CUDA
+device. `--device cpu --quick` rehearses everything but CUDA's own code on a tiny decoder: targets are not judged, and a
+record is written only with `--results`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -148,7 +149,7 @@ def run(
     def record(outcomes: Mapping[str, Any]) -> None:
         if where:
             payload = {"quick": quick, "device": describe(kind), "checks": {**known, **outcomes}}
-            write_record("gpu_check", payload, folder=where)
+            write_record(record_name(describe(kind)), payload, folder=where)
 
     rows, outcomes = check(kind, QUICK if quick else FULL, only, record, model)
     failed = any("failed" in result for result in outcomes.values())
@@ -162,9 +163,14 @@ def run(
     return int(bool(missed))
 
 
+def record_name(device: str) -> str:
+    """Return the name of the record of a device, of which `describe` says "1 x NVIDIA H100 80GB HBM3, 79 GiB"."""
+    return "_".join(("gpu_check", *re.findall(r"\b[A-Z]+\d+", device)[:1])).lower()
+
+
 def _known(folder: Path, device: str, quick: bool) -> dict[str, Any]:
     """Return the recorded results of all parts; empty if the record is of another device or scale."""
-    record = read_record("gpu_check", folder)
+    record = read_record(record_name(device), folder)
     same = (record.get("device"), record.get("quick")) == (device, quick)
     return dict(record["checks"]) if same else {}
 

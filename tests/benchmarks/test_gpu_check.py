@@ -43,7 +43,7 @@ def test_gpu_check_rehearsal_finds_equal_logprobs_in_engine_transformers_and_tra
 
 @pytest.mark.parametrize(
     ("part", "figure"),
-    [("decode", "of_roofline"), ("trainer", "mfu"), ("ragged", "mean_apart"), ("staging", "peak_share")],
+    [("decode", "of_roofline"), ("trainer", "mfu"), ("ragged", "bf16_excess"), ("staging", "peak_share")],
 )
 def test_gpu_check_rehearsal_measures_speeds_and_memory_of_plausible_magnitude(part, figure, folder):
     rows, result = gpu_check.attempt(part, folder, SMALL, CPU)

@@ -10,7 +10,7 @@
 
 A runner on a GPU starts the next step while the tokens of the last step are still being recorded and delivered
 (`EarlyStep`), unless a row is known to end or to join. The loop takes the tokens of a step that was started early
-before it admits requests or commits weights.
+before it admits requests or commits weights. `Gathering` says whether free rows wait, so that sequences join together.
 
 The event loop calls `submit`, `cancel`, `commit` and `stop`. One lock guards the state that these calls share with the
 thread; it is never held while the model runs. The thread passes all results of a step to `deliver` in one call. Every
@@ -39,6 +39,7 @@ from typing import Final
 from inference_contract.errors import EngineStopped, InvalidRequest, UpdateInProgress
 from inference_contract.schemas import FinishReason
 from inference_contract.weights import OnUpdate
+from pipelinerl.engines.batching.gathering import Gathering
 from pipelinerl.engines.batching.model_runner import (
     Admission,
     Capacity,
@@ -112,6 +113,7 @@ class DecodeLoop:
         self._routing_requests = 0  # number of open requests that return their routing
         self._stopping = False
         self._call: Callable[[], None] | None = None
+        self._gathering = Gathering()
         self._scheduler: Scheduler
         self._runner: ModelRunner
         self._thread = threading.Thread(target=self._main, name="decode", daemon=True)
@@ -246,6 +248,8 @@ class DecodeLoop:
 
     def _admit(self) -> None:
         routes = self._runner.route_log
+        if not self._gathering.may_join(len(self._scheduler.running)):
+            return
         with self._changed:
             # While a commit waits for the rows to drain, only sequences that have already begun get a row.
             admissions = self._scheduler.admit(self._runner.room, new=self._commit is None)
@@ -253,10 +257,19 @@ class DecodeLoop:
                 routes.is_on = self._routing_requests > 0
         if not admissions:
             return
+        reused, began = self._reused_tokens, time.perf_counter()
         try:
             self._fill(admissions)
         except Exception as error:  # array libraries may raise anything
             self._survive(error, [each.request for each in admissions])
+            return
+        given = sum(len(each.sequences[0].context) - 1 for each in admissions if each.sibling is None)
+        self._gathering.count_prefill(given - (self._reused_tokens - reused), time.perf_counter() - began)
+
+    @property
+    def _reused_tokens(self) -> int:
+        room = self._runner.room
+        return 0 if room is None else room.reused_tokens
 
     def _fill(self, admissions: list[Admission]) -> None:
         """Compute the cache of the admitted rows, and place the rows in the next step."""
@@ -303,11 +316,13 @@ class DecodeLoop:
             self._free([row], moves)
         early = self._runner.early_step
         early.allowed = early.is_used and self._keeps_rows()
+        idle, began = self._scheduler.admissible, time.perf_counter()
         try:
             token_ids, logprobs = self._runner.decode(len(running))
         except Exception as error:  # array libraries may raise anything
             self._survive(error, [sequence.request for sequence in running])
             return
+        self._gathering.count_step(time.perf_counter() - began, idle)
         self._failed = 0
         self.totals.decode_steps += 1
         self.totals.occupied_slot_steps += len(running)
@@ -357,7 +372,7 @@ class DecodeLoop:
         return not (
             self._commit is not None
             or self._cancelled
-            or scheduler.may_admit
+            or (scheduler.admissible and self._gathering.may_join(len(scheduler.running)))
             or any(len(sequence.token_ids) + 1 >= sequence.token_limit for sequence in scheduler.running)
         )
 

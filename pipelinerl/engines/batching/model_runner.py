@@ -360,9 +360,9 @@ class Scheduler:
         self._out_of_blocks = False  # as of the last `admit`; rows that end may change it, and so may a new request
 
     @property
-    def may_admit(self) -> bool:
-        """True if `admit` might give a free row to a sequence that waits."""
-        return self.num_waiting > 0 and len(self.running) < self._capacity.running and not self._out_of_blocks
+    def admissible(self) -> int:
+        """The number of free rows that `admit` might give to sequences that wait."""
+        return 0 if self._out_of_blocks else min(self.num_waiting, self._capacity.running - len(self.running))
 
     @property
     def any_preempted(self) -> bool:

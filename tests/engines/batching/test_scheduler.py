@@ -34,26 +34,26 @@ def test_scheduler_admits_the_samples_of_one_request_together_in_order_of_arriva
     assert scheduler.num_waiting == 2
 
 
-def test_scheduler_may_admit_only_with_a_free_row_and_blocks_that_may_have_become_free():
+def test_scheduler_admits_only_with_a_free_row_and_blocks_that_may_have_become_free():
     """After `admit` found no free blocks, it can admit only after a sequence has ended or a request has arrived."""
     scheduler, full = _scheduler(slots=2), CacheRoom(blocks=4, free=0, size=8, reused_tokens=0)
-    assert not scheduler.may_admit
+    assert not scheduler.admissible
     scheduler.submit(_request("a"))
-    assert scheduler.may_admit
+    assert scheduler.admissible
     scheduler.admit(CacheRoom(blocks=4, free=4, size=8, reused_tokens=0))
     scheduler.submit(_request("b"))
-    assert scheduler.may_admit
+    assert scheduler.admissible
     assert scheduler.admit(full) == []
-    assert not scheduler.may_admit
+    assert not scheduler.admissible
     scheduler.submit(_request("c", priority=-1))
-    assert scheduler.may_admit
+    assert scheduler.admissible
     assert scheduler.admit(full) == []
     scheduler.retire([0])
-    assert scheduler.may_admit
+    assert scheduler.admissible
     scheduler.admit()
-    assert (len(scheduler.running), scheduler.num_waiting, scheduler.may_admit) == (2, 0, False)
+    assert (len(scheduler.running), scheduler.num_waiting, scheduler.admissible) == (2, 0, 0)
     scheduler.submit(_request("d"))
-    assert not scheduler.may_admit, "all rows are in use"
+    assert not scheduler.admissible, "all rows are in use"
 
 
 def test_request_with_lowest_priority_value_starts_first_and_ties_go_to_the_oldest():
@@ -122,7 +122,7 @@ def test_prompts_beyond_the_prefill_budget_wait_but_a_single_longer_prompt_is_ad
     prompts = {"a": 50, "b": 6, "c": 5}
     scheduler = _scheduler(*(_request(name, prompt=length) for name, length in prompts.items()), prefill_tokens=10)
     for name in prompts:
-        assert scheduler.may_admit
+        assert scheduler.admissible
         assert [each.request.request_id for each in scheduler.admit()] == [name]
 
 

@@ -111,7 +111,8 @@ def _compare(model: PreTrainedModel, part: str, compute: Trial) -> None:
         if error.__cause__ is None or getattr(model, "_supports_attention_backend", False):
             raise
         raise ModelError(
-            f"{part} cannot compute {name}, whose attention transformers does not let it replace; use another model"
+            f"{part} cannot compute {name}, whose attention this transformers does not let it replace; use another "
+            "model or version of transformers"
         ) from error
     errors = [(values - reference(model, text)[-len(values) :]).abs().max() for text, values in computed]
     worst = max(map(float, errors))

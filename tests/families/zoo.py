@@ -144,7 +144,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "deepseek_v2": _same("deepseek_v2", num_key_value_heads=4, topk_method="greedy"),
     "longcat_flash": _same("longcat_flash", num_key_value_heads=4, num_layers=2),
     "minimax": _same("minimax", layer_types=_LINEAR),
-    "nemotron_h": _same("nemotron_h", layers_block_type=["mamba", "attention", "moe"], hybrid_override_pattern=None),
+    "nemotron_h": _same(
+        "nemotron_h", layers_block_type=["linear_attention", "full_attention", "moe"], hybrid_override_pattern=None
+    ),
     "jamba": _same("jamba", attn_layer_offset=1, attn_layer_period=2, expert_layer_offset=1, expert_layer_period=2),
     "bamba": _same("bamba", attn_layer_indices=[1]),
     "zamba2": _same("zamba2", layers_block_type=["mamba", "hybrid", "mamba"]),

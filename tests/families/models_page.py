@@ -131,9 +131,10 @@ weights.
 - **vLLM**: the tests of `make test-vllm` have run it, on a CPU.
 
 Other versions of transformers make these differences (`python -m tests.families.survey --cpu`). 5.24: the engine also
-serves `gptj` and `codegen`. 5.17: it does not serve `qwen4_exp_text`, DeepSeek-V3.2 and GLM-5; `lfm3` and `bailing_hybrid` are
-unknown; results for `gemma2`, `vaultgemma` and `doge` differ from transformers' own, whose default attention there
-leaves out a cap of the scores, or disagrees with its own plain one. A GPU has run some families ([machines](../use/machines.md)).
+serves `gptj` and `codegen`. 5.17: it does not serve `qwen4_exp_text`, DeepSeek-V3.2 and GLM-5; `lfm3` and
+`bailing_hybrid` are unknown; results for `gemma2`, `vaultgemma` and `doge` differ from transformers' own, whose default
+attention there leaves out a cap of the scores, or disagrees with its own plain one. A GPU has run some families
+([machines](../use/machines.md)).
 
 "no" is a refusal with a clear sentence. "**fault**" is an error or a wrong result. An empty cell was not tried: a
 model that does not train has no checkpoint. [Mixtures](../understand/mixtures.md) and [vLLM](../use/vllm.md) say more.

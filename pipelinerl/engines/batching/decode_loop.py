@@ -39,11 +39,11 @@ from typing import Final
 from inference_contract.errors import EngineStopped, InvalidRequest, UpdateInProgress
 from inference_contract.schemas import FinishReason
 from inference_contract.weights import OnUpdate
-from pipelinerl.engines.batching.gathering import Gathering
 from pipelinerl.engines.batching.model_runner import (
     Admission,
     Capacity,
     FurtherToken,
+    Gathering,
     ModelRunner,
     Moves,
     Prefill,

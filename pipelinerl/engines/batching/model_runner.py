@@ -11,10 +11,10 @@ The scheduler works by priority, then first come, first served. It has no arrays
 
     submit ─▶ waiting (bounded) ─▶ admit ─▶ running: rows 0..B-1, no holes ─▶ retire
 
-Sequences join and leave at every decode step. Samples of a request that are admitted together share one prefill. A
-sample that joins later, because the rows were full, copies the prompt's cache from a running sample of the same
-request, its sibling, if the serving weights computed that cache. Samples that another engine began have different
-prefixes, and are admitted one by one. When rows end, the last rows move into the holes.
+Sequences leave at every decode step, and join when `Gathering` says. Samples of a request that are admitted together
+share one prefill. A sample that joins later, because the rows were full, copies the prompt's cache from a running
+sample of the same request, its sibling, if the serving weights computed that cache. Samples that another engine began
+have different prefixes, and are admitted one by one. When rows end, the last rows move into the holes.
 
 If the model's cache is paged (`CacheRoom`), sequences are admitted while their blocks fit. A running sequence may be
 preempted when the blocks run out; it keeps its tokens, and is admitted again before any request that waits.
@@ -487,3 +487,60 @@ class _Blocks:
                 self._running += several
                 return several
         return 0
+
+
+#: Prefills before the first estimate, of which the first one is slow for other reasons.
+_LEAST_PREFILLS: Final = 5
+#: The weight of each prefill relative to the one after it.
+_DECAY: Final = 0.95
+#: Most steps that a free row waits, so that a wrong estimate cannot starve it.
+_MOST_STEPS: Final = 64
+
+
+class Gathering:
+    """Measures a loop's steps and prefills, and tells when sequences that wait join the rows that run.
+
+    A prefill delays all running rows, and part of the delay does not depend on its tokens: launches, transfers, and the
+    decode step that could not start early. Answers of different lengths end one by one, so that a prefill for each
+    would come at nearly every step. The loop rather leaves free rows idle until this has cost as many row-seconds as a
+    prefill's fixed delay:
+
+        Σ idle rows · seconds of a step ≥ running rows · fixed seconds of a prefill
+
+    Total cost is least where both costs are equal, if rows end at a steady rate (economic lot size, Harris 1913).
+    """
+
+    def __init__(self) -> None:
+        self._idle_s = 0.0
+        self._steps = 0
+        self._prefills = 0
+        # Sums over prefills, weighted, of 1, tokens, seconds, tokens², tokens · seconds.
+        self._sums: tuple[float, ...] = (0.0,) * 5
+
+    @property
+    def fixed_s(self) -> float:
+        """The seconds of a prefill without tokens, by a line through the measured prefills; 0 if unknown."""
+        count, tokens, seconds, squares, products = self._sums
+        spread = count * squares - tokens * tokens
+        if self._prefills < _LEAST_PREFILLS or spread <= 1e-6 * count * squares:
+            return 0.0
+        per_token = max(0.0, (count * products - tokens * seconds) / spread)
+        return max(0.0, (seconds - per_token * tokens) / count)
+
+    def may_join(self, running: int) -> bool:
+        """Return whether sequences that wait join now, `running` rows being in use."""
+        return self._steps >= _MOST_STEPS or self._idle_s >= running * self.fixed_s
+
+    def count_step(self, seconds: float, idle: int) -> None:
+        """Count a decode step, during which `idle` rows were free for sequences that wait."""
+        if idle:
+            self._idle_s += idle * seconds
+            self._steps += 1
+
+    def count_prefill(self, tokens: int, seconds: float) -> None:
+        """Count that sequences joined, with a prefill of `tokens` tokens; rows that are idle from now on wait anew."""
+        self._idle_s, self._steps = 0.0, 0
+        self._prefills += tokens > 0
+        if tokens > 0 and self._prefills > 1:
+            new = 1.0, tokens, seconds, tokens * tokens, tokens * seconds
+            self._sums = tuple(_DECAY * old + each for old, each in zip(self._sums, new, strict=True))

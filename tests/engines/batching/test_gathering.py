@@ -3,7 +3,7 @@
 import pytest
 
 from pipelinerl import rng
-from pipelinerl.engines.batching.gathering import Gathering
+from pipelinerl.engines.batching.model_runner import Gathering
 
 ROWS, STEP_S = 32, 0.002
 

@@ -493,6 +493,8 @@ class _Blocks:
 _LEAST_PREFILLS: Final = 5
 #: The weight of each prefill relative to the one after it.
 _DECAY: Final = 0.95
+#: A prefill counts as at most this many times the mean of those before: it may have compiled something.
+_SLOW: Final = 3.0
 #: Most steps that a free row waits, so that a wrong estimate cannot starve it.
 _MOST_STEPS: Final = 64
 
@@ -542,5 +544,7 @@ class Gathering:
         self._idle_s, self._steps = 0.0, 0
         self._prefills += tokens > 0
         if tokens > 0 and self._prefills > 1:
+            count, _, total, *_ = self._sums
+            seconds = min(seconds, _SLOW * total / count) if count else seconds
             new = 1.0, tokens, seconds, tokens * tokens, tokens * seconds
             self._sums = tuple(_DECAY * old + each for old, each in zip(self._sums, new, strict=True))

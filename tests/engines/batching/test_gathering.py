@@ -21,6 +21,12 @@ def test_fixed_part_of_a_prefill_is_told_apart_from_the_part_for_its_tokens(fixe
     assert _measured(fixed_s).fixed_s == pytest.approx(fixed_s, rel=0.15, abs=4e-4)
 
 
+def test_a_single_prefill_that_compiles_does_not_make_sequences_wait_for_long():
+    gathering = _measured(0.002)
+    gathering.count_prefill(100, 5.0)
+    assert gathering.fixed_s < 0.004
+
+
 def test_sequences_join_at_once_in_an_idle_engine_and_while_the_cost_is_unknown():
     new = Gathering()
     assert new.may_join(0) and new.may_join(ROWS)

@@ -18,6 +18,8 @@ from inference_contract.weights import DType, ParameterSpec, WeightLayout
 #: Bytes of which the address of a parameter is a multiple: products of grouped experts require it on a GPU, and other
 #: kernels are slow without.
 _ALIGNMENT: Final = 16
+#: Bytes that move at once to their aligned place, of which a copy is in memory meanwhile.
+_MOVED: Final = 1 << 26
 
 
 def layout_of(model: nn.Module) -> WeightLayout:
@@ -91,7 +93,8 @@ class TorchWeights:
         sent = bytes_in(self.staging(), self.layout)
         assert self._staged is not None, "staging() allocates it"
         for part, (_, arrived) in zip(self._parts(self._staged), sent, strict=True):
-            part.copy_(arrived.clone())  # both may overlap
+            for place, piece in zip(part.split(_MOVED), arrived.split(_MOVED), strict=True):
+                place.copy_(piece.clone())  # both may overlap
 
     def swap(self) -> None:
         """Make `staging` current; the previous weights become `staging`."""

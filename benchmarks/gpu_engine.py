@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from benchmarks import served_engine
 from benchmarks.gpu_device import Scale, backend_of, copy_seconds
+from benchmarks.joining import joins_at_once
 from benchmarks.measure import Row, paired, seconds_of
 from benchmarks.served_engine import EngineOrder, LocalEngine, SampledAnswer, engine_options, logprobs_of
 from benchmarks.torch_step import load_model
@@ -158,6 +159,9 @@ def check_ragged(folder: Path, scale: Scale, device: torch.device) -> tuple[list
             return seconds / steps[name]
 
         timings = paired({name: partial(step_seconds, name) for name in lengths}, scale.rounds)
+        together = min(timed_sample(engine, batch, ragged)[0] for _ in range(2))
+        with joins_at_once():
+            at_once = min(timed_sample(engine, batch, ragged)[0] for _ in range(2))
         few = slice(0, scale.parity_sequences)
         sampled = engine.sample(batch[few], ragged[few])
     ratio, excess = timings.ratio("ragged", "even"), _excess(folder, sampled, device)[0]
@@ -165,9 +169,16 @@ def check_ragged(folder: Path, scale: Scale, device: torch.device) -> tuple[list
     rows = [
         Row("a step of ragged answers / one of equal lengths, time", ratio, "<= 1.25", ratio.median <= 1.25),
         Row("ragged answers, bf16 error / transformers' bf16 error, mean", excess, "<= 1.5", excess <= 1.5),
+        Row("    ragged answers, time / that of samples that join at once", together / at_once),
         Row("    tokens/s, ragged / even", f"{rates['ragged']:.0f} / {rates['even']:.0f}"),
     ]
-    return rows, {"step_over_even": ratio.as_dict(), "bf16_excess": excess, "tokens_per_s": rates, "lengths": ragged}
+    return rows, {
+        "step_over_even": ratio.as_dict(),
+        "bf16_excess": excess,
+        "together_over_at_once": together / at_once,
+        "tokens_per_s": rates,
+        "lengths": ragged,
+    }
 
 
 def check_continued(folder: Path, scale: Scale, device: torch.device) -> tuple[list[Row], dict[str, Any]]:

@@ -540,7 +540,7 @@ class Gathering:
             self._steps += 1
 
     def count_prefill(self, tokens: int, seconds: float) -> None:
-        """Count that sequences joined, with a prefill of `tokens` tokens; rows that are idle from now on wait anew."""
+        """Count a prefill of `tokens` tokens, by which sequences joined; free rows wait anew from now on."""
         self._idle_s, self._steps = 0.0, 0
         self._prefills += tokens > 0
         if tokens > 0 and self._prefills > 1:

@@ -228,8 +228,11 @@ def _check_bf16(path, model, device, *, serves):
 
     def ratio(values, rows):
         wanted, own = (np.concatenate([expected(each, [row])[-40:] for row in rows]) for each in (model, half))
-        with np.errstate(invalid="ignore"):
-            return float(np.abs(np.concatenate(values) - wanted).mean() / np.abs(own - wanted).mean())
+        error = np.abs(np.concatenate(values) - wanted).mean()
+        if not np.isfinite(error):
+            raise WrongError("log-probs in bf16 are not finite")
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return float(error / np.abs(own - wanted).mean())
 
     draws = list[list[float]]()
     while len(draws) < 4 and (not draws or max(np.mean(draws, axis=0)) > MOST_IN_BF16):

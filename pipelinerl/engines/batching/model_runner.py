@@ -540,7 +540,7 @@ class Gathering:
             self._steps += 1
 
     def count_prefill(self, tokens: int, seconds: float) -> None:
-        """Count a prefill of `tokens` tokens, by which sequences joined; free rows wait anew from now on."""
+        """Count a prefill of `tokens` tokens. Its sequences have joined, so the wait of free rows starts again."""
         self._idle_s, self._steps = 0.0, 0
         self._prefills += tokens > 0
         if tokens > 0 and self._prefills > 1:
